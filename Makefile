@@ -7,11 +7,12 @@ help:  ## print this list
 
 check: lint types contracts test  ## run the checks of CI except the slow tests
 
-lint:  ## check format, lint rules, spelling, words, docstrings and Markdown tables
+lint:  ## check format, lint rules, spelling, docstrings, Markdown tables and style
 	ruff format --check .
 	ruff check .
 	codespell
 	python tests/repo/prose.py
+	python tests/repo/style.py
 
 types:  ## check types
 	pyright

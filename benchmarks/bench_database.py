@@ -51,7 +51,7 @@ class Client:
             where: dict[str, Any] = {"sampling_session_id": SAMPLER} if is_sample else {"model_id": self._model_id}
             new = NewRequest(
                 key=f"{stem}/{number}",
-                kind=codec.kind_of(request),
+                kind=codec.get_kind(request),
                 owner=OWNER,
                 session_id=self._harness.session_id,
                 body=codec.encode(request),

@@ -1,64 +1,76 @@
 """The written parts of the reference pages, which docs/generate_reference.py adds to facts from the code."""
 
 SETTINGS_INTRO = """\
-Every setting is a flag of `skyrl-tx serve`, an environment variable and a key of the YAML file that `--config` names.
-Flags have precedence over environment variables, those over the file, and the file over defaults.
-Keys of the file are the flags' names with underscores: `data_dir: /data`, `backend_config: {mesh: {tp: 2}}`.
-A name that does not exist is an error. Names that end in `_s` are seconds, in `_bytes` bytes, in `_tokens` tokens.
-`skyrl-tx api` and `skyrl-tx engine` take the same flags.
+Every setting is a flag of `skyrl-tx serve`, an environment variable and a key of the YAML file that
+`--config` names. Flags have precedence over environment variables, those over the file, and the
+file over defaults. Keys of the file are the flags' names with underscores: `data_dir: /data`,
+`backend_config: {mesh: {tp: 2}}`. A name that does not exist is an error. Names that end in `_s`
+are seconds, in `_bytes` bytes, in `_tokens` tokens. `skyrl-tx api` and `skyrl-tx engine` take the
+same flags.
 
-Another value of a setting that **changes results bitwise** gives losses and samples whose last bits differ, as other
-devices do: keep it for a run that you want to repeat exactly. It is a part of the fingerprint that is stored with
-weights, and a server that loads weights with another fingerprint says so. Settings of earlier releases that no longer
-exist are in [Upgrading from 0.2](../guides/upgrading.md#settings). The backend `fake`, which is for tests, has settings
-of its own: `skyrl-tx serve --backend fake --help` lists them."""
+Some settings **change results bitwise**: with another value, losses and samples differ in their
+last bits, as they do on another device. Do not change such a setting in the middle of a run that
+you want to repeat exactly. These settings are part of the fingerprint that is stored with weights,
+and a server that loads weights with another fingerprint warns.
+
+Settings that no longer exist are listed in [Upgrading from 0.2](../guides/upgrading.md#settings).
+The backend `fake` is for tests; `skyrl-tx serve --backend fake --help` lists its settings."""
 
 ENDPOINTS_INTRO = """\
-All paths are below `/api/v1`, except those of the OpenAI and Anthropic APIs. A request carries its key, or a token
-made for it, in the header `X-API-Key`, or as `Authorization: Bearer`.
-The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, by `Content-Type` and `Accept`;
-all other bodies are JSON. A running server describes itself at `/openapi.json`.
+All paths are below `/api/v1`, except the paths of the OpenAI and Anthropic APIs. Clients send their
+API key, or a token that they got for it, in the header `X-API-Key` or as `Authorization: Bearer`.
+The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, depending
+on `Content-Type` and `Accept`. All other bodies are JSON. A running server has its OpenAPI
+description at `/openapi.json`.
 
-A request that the engine executes is answered at once with a future. `retrieve_future` waits for its result.
-An endpoint that is not listed responds with 404."""
+If the engine has to execute a request, for example a `forward_backward`, the server answers
+immediately with a future, and `retrieve_future` waits for the result. An endpoint that is not
+listed responds with 404."""
 
 CHAT_ENDPOINTS = """\
-The OpenAI paths are also served below `/v1`. Errors have the form of each API. The [guide](../guides/openai.md) says
-what each field means; other fields that would change the result are refused by name."""
+The OpenAI paths are also served below `/v1`. Errors have the format of the respective API. The
+[guide](../guides/openai.md) explains the fields. A field that would change the result and is not
+supported is refused by its name."""
 
 PARITY = """\
-Every endpoint that a release of the `tinker` SDK from 0.16.1 to 0.38.0 calls, and how this server answers: at once,
-with a future whose result `retrieve_future` has, or when there is news. One that is not offered would show **404**."""
+The table lists every endpoint that a release of the `tinker` SDK from 0.16.1 to 0.38.0 calls, and
+how this server answers: immediately, with a future for `retrieve_future`, or when there is
+something new (long polling). An endpoint that this server did not have would be marked **404**."""
 
 UNSUPPORTED = """\
-Of the endpoints above:
+Two features of these endpoints are not supported:
 
-- Dimuon: `create_model` and `optim_step` fail with a user error
+- The Dimuon optimizer: `create_model` and `optim_step` fail with a user error
   ([why](../decisions/training.md#optimizers-adamw-only)).
 - Images and audio: the training request or sample fails with a user error that names the chunk."""
 
 LOSSES_INTRO = """\
-Every loss is a plain sum over positions: no mean, no division by tokens or sequences. `weights` multiply the loss of
-each position; they are 1 where a policy-gradient loss gets none.
+Every loss is a plain sum over positions. The server does not divide by the number of tokens or
+sequences. `weights` multiply the loss of each position; for policy-gradient losses they are
+optional and default to 1.
 
-Notation: l is the trained model's log-probability of the target, q the sampler's (`logprobs`), A the advantage,
-and r = exp(l − q). Positions with an advantage or weight of 0 do not count. `stopgrad` passes no gradient."""
+Notation: l is the log-probability of the target token under the trained model, q is its
+log-probability when it was sampled (`logprobs`), A is the advantage, and r = exp(l − q). Positions
+whose advantage or weight is 0 do not count. `stopgrad` passes no gradient."""
 
 CUSTOM_LOSSES = """\
-A loss that `ServiceClient.create_custom_loss` has traced runs on the server, in one forward/backward request
-([guide](../guides/losses.md)). It is evaluated for each datum in float32, and the values are summed. Its result has
-`loss:sum` and the metrics that the loss returns. It may use the functions and methods below, arithmetic, comparisons,
-`&`, `|`, `^` and `~` of bool tensors, `x[...]` with whole numbers, `None`, `...` and slices such as `x[1:]` and
+`ServiceClient.create_custom_loss` traces a loss function on the client and uploads the graph. The
+server then evaluates it in one forward/backward request ([guide](../guides/losses.md)): for each
+datum in float32, and the values are summed. The result has `loss:sum` and the metrics that the loss
+returns. A loss may use the functions and methods below, arithmetic, comparisons, `&`, `|`, `^` and
+`~` of bool tensors, `x[...]` with whole numbers, `None`, `...` and slices such as `x[1:]` and
 `x[:-1]`, `x.shape` and `x.ndim`. An upload with anything else is refused with the name of the node."""
 
 LOSS_NOTES = {
     "stable_reinforce": """\
-**This is our definition.** Tinker offers a loss of this name and has not published its formula. Ours is
-−Σ stopgrad(min(r, `clip_high_threshold`)) · A · l + `kl_coeff` · Σ ½ (l − q)², summed over sampled positions.
+**This is our definition.** Tinker has a loss of this name, but has not published its formula. Our
+loss is −Σ stopgrad(min(r, `clip_high_threshold`)) · A · l + `kl_coeff` · Σ ½ (l − q)², summed over
+sampled positions.
 
-q is not sent by the client. It is what the server recorded when it drew the tokens (`record_stability_info` of
-`asample`), found through the datum's provenance spans and cached for 24 hours; each use extends the expiry.
-Advantages at positions that were not sampled are refused.""",
+The client does not send q. The server records it when it samples the tokens
+(`record_stability_info` of `asample`), finds it through the provenance spans of the datum, and
+keeps it for 24 hours after its last use. Advantages at positions that were not sampled are
+refused.""",
 }
 
 METRICS = """\
@@ -68,37 +80,39 @@ METRICS = """\
 | of policy-gradient losses also | {policy}, each as `:mean`, `:sum` and `_count:sum` |
 | `optim_step` | `unclipped_grad_l2:mean` `learning_rate:mean` `step:max` |
 
-The suffix says how the SDK combines the requests into which it cuts a large call. It weighs a `:mean` by datums, so
-`:sum` divided by `_count:sum` is the exact mean over positions, however the call was cut. Where no position counts
-there is no `:mean`; if one request of a call lacks it, the SDK omits it for the whole call. NaN and infinity are
-passed on as such.
+The suffix says how the SDK combines the requests into which it cuts a large call. It weighs a
+`:mean` by datums, so `:sum` divided by `_count:sum` is the exact mean over positions, however the
+call was cut. Where no position counts there is no `:mean`; if one request of a call lacks it, the
+SDK omits it for the whole call. NaN and infinity are passed on as such.
 
-`ratio` is r, `kl_to_sampler` is q − l, and `clip_fraction` is the share of positions whose ratio is outside the
-thresholds (of `gspo`: the ratio of the sequence). All are taken over positions whose advantage and weight are not 0."""
+`ratio` is r, `kl_to_sampler` is q − l, and `clip_fraction` is the share of positions whose ratio is
+outside the thresholds (of `gspo`: the ratio of the sequence). All are taken over positions whose
+advantage and weight are not 0."""
 
 MODELS_INTRO = """\
-The server reads `architectures` in a checkpoint's `config.json`. A key of that file that would change the computation
-and is not implemented is refused by its name.
+The server reads `architectures` in a checkpoint's `config.json`. A key of that file that would
+change the computation and is not implemented is refused by its name.
 
-Checkpoints are read as safetensors. Embeddings may be tied or untied. Tensors in FP8 blocks (DeepSeek-V3), INT4 groups
-(Kimi K2 Thinking) and MXFP4 (gpt-oss) are unpacked at the start, so a device holds them as `bfloat16`: 42 GB for
-gpt-oss-20b. Other forms of quantization are refused by name. Tensors are `bfloat16` on accelerators and `float32` on
-CPU unless `--backend-config.dtype` says otherwise; adapters, gradients and optimizer moments are `float32` always."""
+Checkpoints are read as safetensors. Embeddings may be tied or untied. Tensors in FP8 blocks
+(DeepSeek-V3), INT4 groups (Kimi K2 Thinking) and MXFP4 (gpt-oss) are unpacked at the start, so a
+device holds them as `bfloat16`: 42 GB for gpt-oss-20b. Other forms of quantization are refused by
+name. Tensors are `bfloat16` on accelerators and `float32` on CPU unless `--backend-config.dtype`
+says otherwise; adapters, gradients and optimizer moments are `float32` always."""
 
 ADAPTERS = """\
 ## Adapters
 
 LoRA on attention (`train_attn`), on the feed-forward layers with all experts (`train_mlp`, see
-`--backend-config.expert-lora`), and on the unembedding (`train_unembed`). Models with different ranks train and sample
-at the same time. Alpha is {alpha:g}, so the
-scale is {alpha:g} / rank.
+`--backend-config.expert-lora`), and on the unembedding (`train_unembed`). Models with different
+ranks train and sample at the same time. Alpha is {alpha:g}, so the scale is {alpha:g} / rank.
 
-A family that is missing is one file: [adding a model family](../internals/adding_a_model_family.md)."""
+A family that is missing is one file: [adding a model
+family](../internals/adding_a_model_family.md)."""
 
 METRIC_FAMILIES_INTRO = """\
-`/metrics` serves these in the text format of Prometheus, or in OpenMetrics. How to scrape and draw them is in
-[Monitoring](../guides/monitoring.md). A histogram has the suffixes `_bucket`, `_sum` and `_count`. What a backend does
-not tell, such as the memory of a CPU, has no sample."""
+`/metrics` serves these in the text format of Prometheus, or in OpenMetrics. How to scrape and draw
+them is in [Monitoring](../guides/monitoring.md). A histogram has the suffixes `_bucket`, `_sum` and
+`_count`. What a backend does not tell, such as the memory of a CPU, has no sample."""
 
 RECIPES_INTRO = """\
 Recipes of `tinker-cookbook` run against this server without changes. Start the server with a model
@@ -141,7 +155,8 @@ therefore be the same base model, or a checkpoint of it. Pass its name where the
 argument (`teacher_model`, `grader_llm_name`), or make the name of the recipe an alias:
 
 ```bash
-skyrl-tx serve --base-model Qwen/Qwen3-8B --served-model-aliases Qwen/Qwen3.5-4B,Qwen/Qwen3.5-9B,Qwen/Qwen3.6-35B-A3B
+skyrl-tx serve --base-model Qwen/Qwen3-8B --served-model-aliases
+Qwen/Qwen3.5-4B,Qwen/Qwen3.5-9B,Qwen/Qwen3.6-35B-A3B
 ```
 
 | Recipe | Names that it uses in addition to `model_name` |
@@ -172,9 +187,9 @@ The cookbook's shortest programs, supervised and by reinforcement learning. `rl_
 [`stable_reinforce`](losses.md#stable_reinforce) unless another one is named:
 
 ```bash
-python -m tinker_cookbook.recipes.sl_loop model_name=Qwen/Qwen3-8B log_path=logs/sl_loop batch_size=16
-python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B log_path=logs/rl_loop batch_size=8 \\
-    group_size=8 loss_fn=importance_sampling
+python -m tinker_cookbook.recipes.sl_loop model_name=Qwen/Qwen3-8B log_path=logs/sl_loop
+batch_size=16 python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B
+log_path=logs/rl_loop batch_size=8 \\     group_size=8 loss_fn=importance_sampling
 ```
 
 With trackio, `rl_loop` also [logs its rewards](../guides/metrics.md#recipes-of-tinker-cookbook) to
@@ -208,7 +223,8 @@ Chat with a checkpoint, and evaluate one with inspect-ai. `SAMPLER` is the path 
 
 ```bash
 python -m tinker_cookbook.chat_app.tinker_chat_cli base_model=Qwen/Qwen3-8B model_path=SAMPLER
-python -m tinker_cookbook.eval.run_inspect_evals tasks=task.py@sums model_path=SAMPLER temperature=0.6 top_p=0.9
+python -m tinker_cookbook.eval.run_inspect_evals tasks=task.py@sums model_path=SAMPLER
+temperature=0.6 top_p=0.9
 ```
 
 The tests also run the GSM8K benchmark of the cookbook, its two evaluators of the negative
@@ -233,10 +249,12 @@ What these recipes send beyond the recipes above is tested through the SDK:
 A first run of each of these `tinker` releases is tested: {sdks}."""
 
 PYTHON_API_INTRO = """\
-A backend in another package imports only the modules on this page. `skyrl_tx.contract` is the interface between the
-engine and a backend, and `skyrl_tx.testing` has the tests that a backend should pass, for example
-`skyrl_tx.testing.backend_suite.BackendSuite`. Both packages are public: a name is removed only after a minor release
-that warns about it ([promises](https://github.com/skyrl-tx/skyrl_tx/blob/main/CONTRIBUTING.md#stable-interfaces)).
+A backend in another package imports only the modules on this page. `skyrl_tx.contract` is the
+interface between the engine and a backend, and `skyrl_tx.testing` has the tests that a backend
+should pass, for example `skyrl_tx.testing.backend_suite.BackendSuite`. Both packages are public: a
+name is removed only after a minor release that warns about it
+([promises](https://github.com/skyrl-tx/skyrl_tx/blob/main/CONTRIBUTING.md#stable-interfaces)).
 
-Start with [Adding a backend](../internals/adding_a_backend.md), which explains the order of work and the rules that are
-easy to miss. Methods marked *abstract* have to be implemented; all other methods have a default."""
+Start with [Adding a backend](../internals/adding_a_backend.md), which explains the order of work
+and the rules that are easy to miss. Methods marked *abstract* have to be implemented; all other
+methods have a default."""

@@ -41,7 +41,7 @@ class Capabilities:
     `max_tokens`. The backend then queues samples that do not fit yet.
     """
     max_pass_tokens: int
-    """Number of tokens up to which requests are combined into one batch.
+    """Requests are combined into one batch up to this number of tokens.
 
     A single request may exceed it.
     """

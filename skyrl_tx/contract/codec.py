@@ -40,7 +40,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
-def kind_of(record: requests.Request | results.Result) -> str:
+def get_kind(record: requests.Request | results.Result) -> str:
     """Return the kind of a record, the name under which records of this class are stored."""
     return _KINDS[type(record)]
 

@@ -1,1 +1,1 @@
-"""The SDK, and other clients, against a server with an engine."""
+"""Tests of the API: the SDK and other clients talk to a server with an engine."""

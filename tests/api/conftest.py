@@ -35,9 +35,9 @@ def engine(server: Server, settings: ApiSettings) -> Iterator[ScriptedEngine]:
 
 @pytest.fixture(scope="package", params=["fake", pytest.param("jax", marks=pytest.mark.slow)])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """API and engine over the fake backend, and in the slow tests over JAX.
+    """An API process and an engine with the fake backend. Slow tests also use the JAX backend.
 
-    A test whose property depends on the backend runs over both by default with the mark `both_backends`.
+    A test that depends on the backend has the mark `both_backends` and always runs on both.
     """
     with live_stack(request.param, tmp_path_factory.mktemp("stack")) as stack:
         yield stack
@@ -46,7 +46,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def service(stack: LiveStack) -> Iterator[tinker.ServiceClient]:
-    """A client of the stack."""
+    """A client that is connected to the stack."""
     with tinker.ServiceClient(base_url=stack.url, user_metadata={"a": "b"}) as client:
         yield client
 

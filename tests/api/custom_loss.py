@@ -1,4 +1,7 @@
-"""A client with torch: a loss of its own over two chunks, then a step. Prints what came of it as JSON."""
+"""Run a custom loss in a client with torch, over two chunks, then take a step.
+
+Prints the results as JSON.
+"""
 
 import json
 import sys
@@ -23,7 +26,7 @@ def twice_the_loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tup
     return -2 * torch.stack([row.sum() for row in logprobs]).sum(), {"seen": float(len(data))}
 
 
-def stepped_norm(service: tinker.ServiceClient, *, is_custom: bool) -> tuple[float, dict[str, float]]:
+def train_one_step(service: tinker.ServiceClient, *, is_custom: bool) -> tuple[float, dict[str, float]]:
     training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=8, seed=1).result()
     data = [datum(1 + index % 7) for index in range(NUM_DATA)]
     if is_custom:
@@ -35,6 +38,6 @@ def stepped_norm(service: tinker.ServiceClient, *, is_custom: bool) -> tuple[flo
 
 
 with tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-local") as service:
-    norm, metrics = stepped_norm(service, is_custom=False)
-    custom_norm, custom_metrics = stepped_norm(service, is_custom=True)
+    norm, metrics = train_one_step(service, is_custom=False)
+    custom_norm, custom_metrics = train_one_step(service, is_custom=True)
 print(json.dumps({"norm": norm, "metrics": metrics, "custom_norm": custom_norm, "custom_metrics": custom_metrics}))

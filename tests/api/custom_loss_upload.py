@@ -1,6 +1,8 @@
-"""A client with torch: the same loss on the server and in the client, or training with it. Prints what came as JSON.
+"""Compare a custom loss on the server with the same loss in the client, or train with it.
 
-python custom_loss_upload.py URL LOSS [STEPS]
+Needs torch; prints JSON.
+
+    python custom_loss_upload.py URL LOSS [STEPS]
 """
 
 import dataclasses
@@ -20,9 +22,7 @@ LENGTHS = (9, 40, 17, 33)
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def clipped_ratio(
-    logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> Result:
+def clip_ratio(logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Result:
     ratio = torch.exp((logprobs - sampled).masked_fill(mask == 0, 0.0))
     gain = torch.minimum(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages) * mask
     outside = ((ratio < 0.8) | (ratio > 1.2)) & mask.bool()
@@ -43,7 +43,7 @@ def distillation(logprobs: torch.Tensor, teacher: torch.Tensor) -> Result:
 
 
 LOSSES: Mapping[str, tuple[Callable[..., Result], dict[str, int]]] = {
-    "clipped_ratio": (clipped_ratio, {"logprobs": 1, "sampled": 1, "advantages": 1, "mask": 1}),
+    "clipped_ratio": (clip_ratio, {"logprobs": 1, "sampled": 1, "advantages": 1, "mask": 1}),
     "preference": (preference, {"logprobs": 1, "reference": 1, "sign": 0}),
     "distillation": (distillation, {"logprobs": 2, "teacher": 2}),
 }
@@ -65,12 +65,13 @@ def datum(length: int, generator: np.random.Generator, width: int | None) -> typ
         "sign": types.TensorData(data=[-1.0 if length % 2 else 1.0], dtype="float32", shape=[]),
         "teacher": tensor(teacher),
     }
+
     tokens = [int(token) for token in generator.integers(1, 900, length)]
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def started(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    """Return a model after one step, so that both maps of its adapter have a gradient."""
+def train_one_step(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    """Return a training client after one step, so that both LoRA matrices have a gradient."""
     client = service.create_lora_training_client("Qwen/Qwen3-8B", rank=8, seed=1).result()
     targets = np.arange(2, 30, dtype=np.int64)
     first = types.Datum(
@@ -81,9 +82,9 @@ def started(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return client
 
 
-def described(client: tinker.TrainingClient, data: list[types.Datum], handle: Any) -> dict[str, Any]:
+def run_pass(client: tinker.TrainingClient, data: list[types.Datum], handle: Any) -> dict[str, Any]:
     result = client.forward_backward_custom(data, handle).result()
-    logprobs = [each["logprobs"].data for each in result.loss_fn_outputs]
+    logprobs = [output["logprobs"].data for output in result.loss_fn_outputs]
     return {"model_id": client.model_id, "metrics": result.metrics, "logprobs": [list(map(float, x)) for x in logprobs]}
 
 
@@ -95,8 +96,8 @@ def main(url: str, name: str) -> None:
         data = [datum(length, generator, 3 if ranks["logprobs"] == 2 else None) for length in LENGTHS]
         found: dict[str, Any] = {
             "loss_id": handle.loss_id,
-            "server": described(started(service), data, handle),
-            "client": described(started(service), data, dataclasses.replace(handle, loss_id=None)),
+            "server": run_pass(train_one_step(service), data, handle),
+            "client": run_pass(train_one_step(service), data, dataclasses.replace(handle, loss_id=None)),
         }
 
         def unknown(logprobs: torch.Tensor) -> Result:
@@ -110,17 +111,17 @@ def main(url: str, name: str) -> None:
 
 
 def train(url: str, name: str, num_steps: int) -> None:
-    """Train with the loss on the server; print the losses and the log-probabilities of the last step."""
+    """Train with the loss on the server, then print the losses and the logprobs of the last step."""
     function, ranks = LOSSES[name]
     with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
         handle = service.create_custom_loss(function, input_ranks=ranks).result()
-        client, generator = started(service), np.random.default_rng(5)
+        client, generator = train_one_step(service), np.random.default_rng(5)
         found: list[float] = []
         for _ in range(num_steps):
             passed = client.forward_backward_custom([datum(length, generator, None) for length in (9, 40, 17)], handle)
             client.optim_step(types.AdamParams(learning_rate=5e-3)).result()
             found.append(passed.result().metrics["loss:sum"])
-        found += [float(each) for each in passed.result().loss_fn_outputs[0]["logprobs"].data]
+        found += [float(value) for value in passed.result().loss_fn_outputs[0]["logprobs"].data]
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""The unmodified SDK against API, store and each backend: what a run does, and what makes naive servers fail."""
+"""The unmodified SDK against the API, the store and each backend: a complete run, and cases that naive servers fail."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 from tests.support.live_stack import LiveStack, both_backends
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-# Some of what is tried here the SDK will drop, and warns of.
+# Some of these features are deprecated, and the SDK warns about them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
@@ -57,7 +57,7 @@ def test_training_lowers_the_loss(training: tinker.TrainingClient) -> None:
 
 
 def test_reordered_chunks_are_executed_in_order(training: tinker.TrainingClient) -> None:
-    """The SDK sends the later chunk first, and the first only once that is acknowledged."""
+    """The SDK sends the second chunk first, and the first chunk after the second is acknowledged."""
     data = [datum(1 + index % 7) for index in range(1088)]
     passed = training.forward_backward(data, "cross_entropy").result()
     assert [output["logprobs"].shape for output in passed.loss_fn_outputs] == [[1 + index % 7] for index in range(1088)]
@@ -88,6 +88,7 @@ def test_samples_have_tokens_logprobs_and_ids(service: tinker.ServiceClient, tra
     assert len({sequence.sequence_id for sequence in sampled.sequences}) == 2
     again = both.sample(PROMPT, num_samples=2, sampling_params=params).result()
     assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in sampled.sequences]
+
     topk = both.sample(
         PROMPT,
         num_samples=1,
@@ -124,6 +125,7 @@ def test_training_resumes_from_a_checkpoint(service: tinker.ServiceClient, train
     weights_only = service.create_training_client_from_state(path).result()
     assert weights_only.model_id.endswith(":train:1") and weights_only.get_info().lora_rank == 8
     assert loss(weights_only) == at_save
+
     whole = service.create_training_client_from_state_with_optimizer(path).result()
     train(whole)
     assert loss(whole) == gone_on

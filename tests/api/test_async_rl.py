@@ -1,4 +1,4 @@
-"""Asynchronous reinforcement learning through the SDK: sampling on old weights while new ones train."""
+"""Asynchronous reinforcement learning with the SDK: sample from old weights while new weights are trained."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,23 +15,28 @@ Rollout = list[types.SampledSequence]
 
 
 def roll_out(sampler: tinker.SamplingClient, step: int) -> list[tinker.APIFuture[types.SampleResponse]]:
-    """Submit the sampling requests of a step and return their futures."""
+    """Submit the sampling requests of one step and return their futures."""
     params = types.SamplingParams(max_tokens=24, stop=[], seed=step)
     prompts = [types.ModelInput.from_ints([*PROMPT, 10 + row]) for row in range(NUM_PROMPTS)]
     return [sampler.sample(prompt, num_samples=2, sampling_params=params) for prompt in prompts]
 
 
-def drawn(pending: list[tinker.APIFuture[types.SampleResponse]]) -> Rollout:
-    return [sequence for each in pending for sequence in each.result().sequences]
+def collect_sequences(pending: list[tinker.APIFuture[types.SampleResponse]]) -> Rollout:
+    return [sequence for future in pending for sequence in future.result().sequences]
 
 
 def examples(rollout: Rollout) -> list[types.Datum]:
-    """A policy gradient towards even tokens, as if each rollout had followed the same prompt."""
+    """Return datums of a policy gradient that rewards even tokens.
+
+    Every datum uses the same prompt.
+    """
     data: list[types.Datum] = []
+
     for sequence in rollout:
         tokens, prompt = [*PROMPT, *sequence.tokens], np.zeros(len(PROMPT) - 1, np.float32)
         advantages = np.array([1.0 if token % 2 == 0 else -1.0 for token in sequence.tokens], np.float32)
         logprobs = np.array(sequence.logprobs, np.float32)
+
         data.append(
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -42,6 +47,7 @@ def examples(rollout: Rollout) -> list[types.Datum]:
                 },
             )
         )
+
     return data
 
 
@@ -56,16 +62,16 @@ def summary(rollouts: list[Rollout]) -> list[tuple[list[int], list[float]]]:
 
 
 def run(service: tinker.ServiceClient, *, ahead: bool) -> tuple[list[Rollout], list[float]]:
-    """Train on samples that are one step old; with `ahead` the next ones are sampled concurrently, else before."""
+    """Train on samples that are one step old. With `ahead`, sampling and training run concurrently."""
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
-    rollouts = [drawn(roll_out(training.save_weights_and_get_sampling_client().result(), 0))]
+    rollouts = [collect_sequences(roll_out(training.save_weights_and_get_sampling_client().result(), 0))]
     losses: list[float] = []
     for step in range(1, NUM_STEPS + 1):
         pending = roll_out(training.save_weights_and_get_sampling_client().result(), step)
         if not ahead:
-            drawn(pending)
+            collect_sequences(pending)
         losses.append(train(training, rollouts[-1]))
-        rollouts.append(drawn(pending))
+        rollouts.append(collect_sequences(pending))
     return rollouts, losses
 
 
@@ -82,25 +88,26 @@ def test_samples_use_their_weights_while_training_continues(service: tinker.Serv
 def test_old_samplers_work_while_training_continues(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     old = training.save_weights_and_get_sampling_client().result()
-    before = drawn(roll_out(old, 1))
+    before = collect_sequences(roll_out(old, 1))
     with ThreadPoolExecutor(1) as pool:
         steps = pool.submit(lambda: [train(training, before) for _ in range(NUM_STEPS)])
-        during = [drawn(roll_out(old, 1))]
+        during = [collect_sequences(roll_out(old, 1))]
         while not steps.done():
-            during.append(drawn(roll_out(old, 1)))
+            during.append(collect_sequences(roll_out(old, 1)))
         assert len(steps.result()) == NUM_STEPS
+
     for rollout in during:
-        assert [each.tokens for each in rollout] == [each.tokens for each in before]
+        assert [sequence.tokens for sequence in rollout] == [sequence.tokens for sequence in before]
     new = training.save_weights_and_get_sampling_client().result()
-    assert summary([drawn(roll_out(new, 1))]) != summary([before])
+    assert summary([collect_sequences(roll_out(new, 1))]) != summary([before])
 
 
 def test_inflight_samplers_follow_the_model(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     following = training.save_weights_and_get_sampling_client(kind="inflight").result()
     frozen = training.save_weights_and_get_sampling_client().result()
-    rollout = drawn(roll_out(following, 1))
+    rollout = collect_sequences(roll_out(following, 1))
     train(training, rollout)
     newer = training.save_weights_and_get_sampling_client(kind="inflight").result()
-    first, second = (summary([drawn(roll_out(client, 1))]) for client in (following, newer))
-    assert first == second != summary([drawn(roll_out(frozen, 1))])
+    first, second = (summary([collect_sequences(roll_out(client, 1))]) for client in (following, newer))
+    assert first == second != summary([collect_sequences(roll_out(frozen, 1))])

@@ -1,4 +1,4 @@
-"""Each act on checkpoints, projects and keys leaves one entry, which only admins read, through the SDK too."""
+"""Each action on checkpoints, projects and keys adds one entry to the audit log, which only admins can read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 
 @dataclass(frozen=True)
-class Place:
-    """A server that requires keys, a training client of Ann's, and her key."""
+class AuditedServer:
+    """A server that requires keys, Ann's training client, and her key."""
 
     stack: LiveStack
     training: tinker.TrainingClient
@@ -49,7 +49,7 @@ def key_for(stack: LiveStack, owner: str) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedServer]:
     with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True) as stack:
         key_for(stack, "root")
         key, key_id = key_for(stack, "ann")
@@ -58,61 +58,61 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             state = training.save_state("state").result().path
             sampler = training.save_weights_for_sampler("sampler").result().path
             rest = tinker.RestClient(base_url=stack.url, api_key=key)
-            yield Place(stack, training, rest, key, key_id, state, sampler)
+            yield AuditedServer(stack, training, rest, key, key_id, state, sampler)
 
 
-def of(path: str) -> str:
+def get_checkpoint_route(path: str) -> str:
     """Return the route of a checkpoint."""
     run, kind, name = path.removeprefix("tinker://").split("/")
     return f"training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-def publish(place: Place) -> str:
+def publish(place: AuditedServer) -> str:
     place.rest.publish_checkpoint_from_tinker_path(place.state).result()
     return place.state
 
 
-def unpublish(place: Place) -> str:
+def unpublish(place: AuditedServer) -> str:
     place.rest.unpublish_checkpoint_from_tinker_path(place.state).result()
     return place.state
 
 
-def set_ttl(place: Place) -> str:
+def set_ttl(place: AuditedServer) -> str:
     place.rest.set_checkpoint_ttl_from_tinker_path(place.state, 3600).result()
     return place.state
 
 
-def load(place: Place) -> str:
+def load(place: AuditedServer) -> str:
     with tinker.ServiceClient(base_url=place.stack.url, api_key=place.key) as service:
         service.create_training_client_from_state(place.state).result()
     return place.state
 
 
-def sample(place: Place) -> str:
+def sample(place: AuditedServer) -> str:
     with tinker.ServiceClient(base_url=place.stack.url, api_key=place.key) as service:
         sampling = service.create_sampling_client(model_path=place.sampler).result()
-        for _ in range(2):  # one entry for the client, not for each request
+        for _ in range(2):  # one entry per sampling client, not per request
             sampling.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(max_tokens=2)).result()
     return place.sampler
 
 
-def chat(place: Place) -> str:
+def chat(place: AuditedServer) -> str:
     body = {"model": place.sampler, "prompt": [1, 2], "max_tokens": 1}
     answer = place.stack.server.client.post("/v1/completions", json=body, headers={"X-API-Key": place.key})
     assert answer.status_code == 200, answer.text
     return place.sampler
 
 
-def download(place: Place) -> str:
-    assert place.call("GET", f"{of(place.state)}/archive").status_code == 302
+def download(place: AuditedServer) -> str:
+    assert place.call("GET", f"{get_checkpoint_route(place.state)}/archive").status_code == 302
     return place.state
 
 
-def save(place: Place) -> str:
+def save(place: AuditedServer) -> str:
     return place.training.save_state("second").result().path
 
 
-def delete(place: Place) -> str:
+def delete(place: AuditedServer) -> str:
     path = place.training.save_state("third").result().path
     place.rest.delete_checkpoint_from_tinker_path(path).result()
     return path
@@ -133,7 +133,7 @@ def delete(place: Place) -> str:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_each_act_on_a_checkpoint_leaves_one_entry(place: Place, act, event: str, details: dict) -> None:
+def test_each_act_on_a_checkpoint_leaves_one_entry(place: AuditedServer, act, event: str, details: dict) -> None:
     before = place.last()
     path = act(place)
     found = [row for row in place.new_entries(before) if row.event == event]
@@ -144,7 +144,7 @@ def test_each_act_on_a_checkpoint_leaves_one_entry(place: Place, act, event: str
     assert details.items() <= row.details.items()
 
 
-def test_a_copy_is_a_read_and_a_new_checkpoint_once(place: Place) -> None:
+def test_a_copy_is_a_read_and_a_new_checkpoint_once(place: AuditedServer) -> None:
     before = place.last()
     body = {"source_path": place.state, "destination_project_id": "p"}
     first = place.call("POST", "copy_weights", json=body)
@@ -155,7 +155,7 @@ def test_a_copy_is_a_read_and_a_new_checkpoint_once(place: Place) -> None:
     assert (created.event, created.path) == ("checkpoint_create", first.json()["tinker_path"])
 
 
-def test_projects_and_keys(place: Place) -> None:
+def test_projects_and_keys(place: AuditedServer) -> None:
     before, session_id = place.last(), place.training.model_id.partition(":")[0]
     assert place.call("PUT", f"sessions/{session_id}/project", json={"project_id": "p"}).status_code == 200
     key, key_id = key_for(place.stack, "bob")
@@ -166,16 +166,19 @@ def test_projects_and_keys(place: Place) -> None:
     assert (revoked.event, revoked.actor, revoked.details["key"]) == ("organization_key_revoked", "bob", key_id)
 
 
-def test_a_refused_act_leaves_no_entry(place: Place) -> None:
+def test_a_refused_act_leaves_no_entry(place: AuditedServer) -> None:
     before = place.last()
     key, _ = key_for(place.stack, "eve")
-    for method, path in (("POST", f"{of(place.state)}/publish"), ("DELETE", of(place.state))):
+    for method, path in (
+        ("POST", f"{get_checkpoint_route(place.state)}/publish"),
+        ("DELETE", get_checkpoint_route(place.state)),
+    ):
         answer = place.stack.server.client.request(method, f"/api/v1/{path}", headers={"X-API-Key": key})
         assert answer.status_code == 404
     assert place.new_entries(before) == []
 
 
-def test_the_sdk_reads_the_log_of_a_day_and_of_a_resource(place: Place) -> None:
+def test_the_sdk_reads_the_log_of_a_day_and_of_a_resource(place: AuditedServer) -> None:
     admin = tinker.AdminClient(base_url=place.stack.url, api_key=key_for(place.stack, "root")[0])
     entries = admin.get_audit_log().result(timeout=30).entries
     assert [entry.timestamp for entry in entries] == sorted(entry.timestamp for entry in entries)
@@ -187,13 +190,13 @@ def test_the_sdk_reads_the_log_of_a_day_and_of_a_resource(place: Place) -> None:
     assert admin.get_audit_log(day=date(2025, 1, 15)).result(timeout=30).entries == []
 
 
-def test_other_owners_are_refused(place: Place) -> None:
+def test_other_owners_are_refused(place: AuditedServer) -> None:
     answer = place.call("GET", "audit")
     assert answer.status_code == 403 and "it takes scope admin" in answer.text
 
 
 @pytest.mark.parametrize("query", ["event_type=cats", "day=tomorrow", "day=9999-12-31"])
-def test_wrong_queries_are_refused_by_name(place: Place, query: str) -> None:
+def test_wrong_queries_are_refused_by_name(place: AuditedServer, query: str) -> None:
     key, _ = key_for(place.stack, "root")
     answer = place.stack.server.client.get(f"/api/v1/audit?{query}", headers={"X-API-Key": key})
     assert answer.status_code in (400, 422) and query.partition("=")[0] in answer.text

@@ -1,6 +1,6 @@
-"""Bad input over HTTP that the API itself refuses: the future fails with category user, and names the field.
+"""Bad input over HTTP that the API refuses: the future fails with category `user` and names the field.
 
-The rules that depend on the backend are in `tests/unit/engine/test_validate.py`.
+`tests/unit/engine/test_validate.py` tests the rules that depend on the backend.
 """
 
 import json
@@ -85,7 +85,7 @@ def test_bad_pass_fails_its_future(server: Server, model: str, request_parts: di
     ],
 )
 def test_bad_optimizer_step_fails_its_future(server: Server, model: str, adam_params: Any, text: str) -> None:
-    content = json.dumps({"model_id": model, "adam_params": adam_params})  # httpx itself writes no NaN
+    content = json.dumps({"model_id": model, "adam_params": adam_params})  # httpx refuses to write NaN as JSON
     assert text in refusal(server.result(server.client.post("/api/v1/optim_step", content=content)))
 
 

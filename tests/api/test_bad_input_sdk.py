@@ -1,7 +1,7 @@
-"""Bad input through the unmodified SDK, or raw where the SDK would not send it, to API and engine over each backend.
+"""Bad input to the API and an engine with each backend, from the SDK or, if the SDK would not send it, as raw HTTP.
 
-Each error names field and value, and affects no other client: after every test a bystander's loss is unchanged
-bitwise, and the client that sent the bad input can train.
+Each error names the field and the value, and no other client is affected. After every test, the
+loss of another client is bitwise unchanged, and the client that sent the bad input can still train.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ MB = 2**20
 NOTHING = types.TensorData(
     data=[], dtype="int64", shape=[1, 33_000_000], sparse_crow_indices=[0, 0], sparse_col_indices=[]
 )
-"""A tensor of a few bytes, 264 MB in dense form and 25 GB when padded in a pass."""
+"""A tensor of a few bytes that has 264 MB in dense form, and 25 GB if it is padded in a pass."""
 WIDE = types.TensorData(
     data=[], dtype="int64", shape=[1, VOCAB_SIZE + 1], sparse_crow_indices=[0, 0], sparse_col_indices=[]
 )
-# Some of what is tried here the SDK will drop, and warns of.
+# Some of these features are deprecated, and the SDK warns about them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
@@ -42,7 +42,10 @@ pytestmark = [
 
 
 def datum(tokens: list[int] | types.ModelInput | None = None, **inputs: Any) -> types.Datum:
-    """A good datum of two tokens, but for what is given; an input of None is left out."""
+    """Return a valid datum of two tokens.
+
+    Arguments replace its inputs; an input of None is left out.
+    """
     model_input = tokens if isinstance(tokens, types.ModelInput) else types.ModelInput.from_ints(tokens or [1, 2])
     length = model_input.length
     arrays = {"target_tokens": np.full(length, 2, np.int64), "weights": np.ones(length, np.float32)} | inputs
@@ -56,22 +59,22 @@ def datum(tokens: list[int] | types.ModelInput | None = None, **inputs: Any) -> 
     )
 
 
-def sampled(**inputs: Any) -> types.Datum:
-    """A good datum for reinforcement, but for what is given."""
+def make_rl_datum(**inputs: Any) -> types.Datum:
+    """Return a valid datum for reinforcement learning. Arguments replace its inputs."""
     arrays = {"weights": None, "logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
     return datum(**(arrays | inputs))
 
 
 @pytest.fixture(scope="module")
 def culprit(stack: LiveStack) -> Iterator[tinker.TrainingClient]:
-    """A client of its own, that makes all the mistakes."""
-    with client_of(stack) as service:
+    """The client that sends the bad input."""
+    with connect(stack) as service:
         yield service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
 
 
 @pytest.fixture(scope="module")
 def bystander(stack: LiveStack) -> Iterator[tinker.TrainingClient]:
-    with client_of(stack) as service:
+    with connect(stack) as service:
         yield service.create_lora_training_client(BASE_MODEL, rank=8, seed=2).result()
 
 
@@ -81,26 +84,26 @@ def sampling(culprit: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 @pytest.fixture(autouse=True)
-def _unharmed(culprit: tinker.TrainingClient, bystander: tinker.TrainingClient) -> Iterator[None]:
-    before = loss_of(bystander)
+def _check_other_client(culprit: tinker.TrainingClient, bystander: tinker.TrainingClient) -> Iterator[None]:
+    before = get_loss(bystander)
     yield
-    assert loss_of(bystander) == before
-    with contextlib.suppress(tinker.RequestFailedError):  # the step may report a failed pass
+    assert get_loss(bystander) == before
+    with contextlib.suppress(tinker.RequestFailedError):  # the step may report the failed pass
         culprit.optim_step(types.AdamParams(learning_rate=0.0)).result()
     culprit.forward_backward([datum()], "cross_entropy").result()
     assert culprit.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
 
 
-def client_of(stack: LiveStack) -> tinker.ServiceClient:
+def connect(stack: LiveStack) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=stack.url, api_key="tml-local")
 
 
-def loss_of(client: tinker.TrainingClient) -> float:
+def get_loss(client: tinker.TrainingClient) -> float:
     return client.forward([datum([1, 2, 3])], "cross_entropy").result().metrics["loss:sum"]
 
 
-def fails_with(call: Callable[[], Any], *parts: str) -> None:
-    """Assert that the call's future fails with category user and a message that has all parts."""
+def assert_fails_with(call: Callable[[], Any], *parts: str) -> None:
+    """Assert that the future of a call fails with category `user` and a message that contains all parts."""
     with pytest.raises(tinker.RequestFailedError) as failure:
         call().result()
     assert failure.value.category == types.RequestErrorCategory.User
@@ -116,7 +119,7 @@ def fails_with(call: Callable[[], Any], *parts: str) -> None:
         ([datum([1, VOCAB_SIZE])], "cross_entropy", None, ["data[0].model_input", str(VOCAB_SIZE)]),
         ([datum(IMAGE, target_tokens=[1] * 3, weights=[1] * 3)], "cross_entropy", None, ["data[0]", "'image'"]),
         ([datum(weights=[1, NAN])], "cross_entropy", None, ["['weights']", "nan"]),
-        ([sampled(logprobs=None)], "importance_sampling", None, ["['logprobs']", "missing"]),
+        ([make_rl_datum(logprobs=None)], "importance_sampling", None, ["['logprobs']", "missing"]),
         (
             [types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": NOTHING})],
             "cross_entropy",
@@ -130,7 +133,7 @@ def fails_with(call: Callable[[], Any], *parts: str) -> None:
             ["data[0].loss_fn_inputs['target_tokens']", "[1, 1025]", "at most 1024 targets", "vocabulary"],
         ),
         ([datum()], "mse", None, ["loss_fn", "'mse'"]),
-        ([sampled()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
+        ([make_rl_datum()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
     ],
 )
 def test_bad_pass(
@@ -140,29 +143,31 @@ def test_bad_pass(
     config: dict[str, float] | None,
     parts: list[str],
 ) -> None:
-    fails_with(lambda: culprit.forward_backward(data, loss, config), *parts)
+    assert_fails_with(lambda: culprit.forward_backward(data, loss, config), *parts)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("learning_rate", NAN, "null"),  # as the SDK writes it
+        ("learning_rate", NAN, "null"),  # as the SDK serializes it
         ("learning_rate", -1.0, "-1.0"),
     ],
 )
 def test_bad_optimizer_step(culprit: tinker.TrainingClient, name: str, value: float, shown: str) -> None:
-    fails_with(lambda: culprit.optim_step(types.AdamParams(**{name: value})), f"adam_params.{name} {shown}")
+    assert_fails_with(lambda: culprit.optim_step(types.AdamParams(**{name: value})), f"adam_params.{name} {shown}")
 
 
 @pytest.mark.parametrize("rank", [0, MAX_RANK + 1])
 def test_bad_rank(stack: LiveStack, rank: int) -> None:
-    with client_of(stack) as service:
-        fails_with(lambda: service.create_lora_training_client(BASE_MODEL, rank=rank), "lora_config.rank", str(rank))
+    with connect(stack) as service:
+        assert_fails_with(
+            lambda: service.create_lora_training_client(BASE_MODEL, rank=rank), "lora_config.rank", str(rank)
+        )
 
 
 def test_unknown_base_model(stack: LiveStack) -> None:
-    with client_of(stack) as service:
-        fails_with(lambda: service.create_lora_training_client("gpt-5", rank=8), "base_model", "'gpt-5'")
+    with connect(stack) as service:
+        assert_fails_with(lambda: service.create_lora_training_client("gpt-5", rank=8), "base_model", "'gpt-5'")
         with pytest.raises(tinker.BadRequestError, match="base_model 'gpt-5'"):
             service.create_sampling_client(base_model="gpt-5").result()
 
@@ -189,14 +194,15 @@ def test_bad_sample(sampling: tinker.SamplingClient, changes: dict[str, Any], pa
     own = {name: changes[name] for name in changes if name in own_names}
     params = types.SamplingParams(**({"max_tokens": 4} | {name: changes[name] for name in changes if name not in own}))
     call = {"prompt": PROMPT, "num_samples": 1, "sampling_params": params} | own
-    fails_with(lambda: sampling.sample(**call), *parts)
+    assert_fails_with(lambda: sampling.sample(**call), *parts)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_nan_in_sampling_params(stack: LiveStack, sampling: tinker.SamplingClient, name: str) -> None:
-    """The SDK refuses to write such JSON and continues to work."""
+    """The SDK refuses to serialize such a value and continues to work; the server refuses it as well."""
     with pytest.raises(ValueError, match="JSON"):
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, **{name: NAN})).result()
+
     session_id = stack.server.session()
     made = stack.server.post(
         "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=BASE_MODEL
@@ -213,16 +219,16 @@ def test_nan_in_sampling_params(stack: LiveStack, sampling: tinker.SamplingClien
 @pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300])
 def test_bad_checkpoint_name(culprit: tinker.TrainingClient, name: str) -> None:
     for save in (culprit.save_state, culprit.save_weights_for_sampler):
-        fails_with(lambda save=save: save(name), "checkpoint name", repr(name)[:20])
+        assert_fails_with(lambda save=save: save(name), "checkpoint name", repr(name)[:20])
 
 
 def test_path_of_another_kind_or_a_missing_checkpoint(stack: LiveStack, culprit: tinker.TrainingClient) -> None:
     weights = f"tinker://{culprit.model_id}/weights/none"
     sampler = culprit.save_weights_for_sampler("kind").result().path
-    with client_of(stack) as service:
+    with connect(stack) as service:
         for path in (weights, sampler, "tinker://no:train:0/weights/a", "/etc/passwd"):
-            fails_with(lambda path=path: culprit.load_state(path), path)
-            fails_with(lambda path=path: culprit.load_state_with_optimizer(path), path)
+            assert_fails_with(lambda path=path: culprit.load_state(path), path)
+            assert_fails_with(lambda path=path: culprit.load_state_with_optimizer(path), path)
         with pytest.raises(tinker.NotFoundError, match=f"{culprit.model_id}/sampler_weights/none"):
             service.create_sampling_client(model_path=sampler.replace("/kind", "/none")).result()
         with pytest.raises(tinker.BadRequestError, match=weights):
@@ -253,28 +259,28 @@ def good_pass(model_id: str) -> bytes:
     return message.SerializeToString()
 
 
-def posted(stack: LiveStack, content: Any, **headers: str) -> httpx.Response:
+def post_pass(stack: LiveStack, content: Any, **headers: str) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return stack.server.client.post("/api/v1/forward_backward", content=content, headers=PROTOBUF | named)
 
 
 def test_pass_without_data(stack: LiveStack, culprit: tinker.TrainingClient) -> None:
     message = wire_pb2.ForwardBackwardRequest(model_id=culprit.model_id, loss_fn="cross_entropy")
-    failure = stack.server.result(posted(stack, message.SerializeToString()))
+    failure = stack.server.result(post_pass(stack, message.SerializeToString()))
     assert failure == {"error": "data: holds no datum", "category": "user"}
 
 
 def test_truncated_protobuf(stack: LiveStack, culprit: tinker.TrainingClient) -> None:
     whole = good_pass(culprit.model_id)
-    assert "error" not in stack.server.result(posted(stack, whole))
+    assert "error" not in stack.server.result(post_pass(stack, whole))
     for cut in (1, 7, len(whole) // 2):
-        answer = posted(stack, whole[:-cut])
+        answer = post_pass(stack, whole[:-cut])
         assert answer.status_code == HTTPStatus.BAD_REQUEST and "protobuf" in answer.json()["detail"]
 
 
 def test_truncated_zstd(stack: LiveStack, culprit: tinker.TrainingClient) -> None:
     packed = zstandard.compress(good_pass(culprit.model_id))
-    answer = posted(stack, packed[:-3], content_encoding="zstd")
+    answer = post_pass(stack, packed[:-3], content_encoding="zstd")
     assert answer.status_code == HTTPStatus.BAD_REQUEST and "zstd" in answer.json()["detail"]
 
 
@@ -286,11 +292,11 @@ def test_zstd_bomb(stack: LiveStack, is_stated: bool) -> None:
     pieces = [packer.compress(zeros) for _ in range(size // MB)]
     bomb = b"".join((*pieces, packer.compress(b"\0"), packer.flush()))
     assert len(bomb) < MB
-    answer = posted(stack, bomb, content_encoding="zstd")
+    answer = post_pass(stack, bomb, content_encoding="zstd")
     assert answer.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and "decompresses" in answer.json()["detail"]
 
 
 def test_body_over_the_limit(stack: LiveStack) -> None:
     piece = bytes(MB)
-    answer = posted(stack, (piece for _ in range(300)))
+    answer = post_pass(stack, (piece for _ in range(300)))
     assert answer.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and str(300 * MB) in answer.json()["detail"]

@@ -1,4 +1,4 @@
-"""Usage and storage through the SDK's admin client: the work of a session to the token, by hour, with costs."""
+"""Usage and storage in the SDK's admin client: exact token counts, by session and hour, with costs."""
 
 import re
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ PRICES = Prices(training=2.0, sampled=8.0, prefill=1.0, storage=0.1)
 
 
 @pytest.fixture(scope="module")
-def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+def billing_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     with live_stack("fake", tmp_path_factory.mktemp("stack"), prices=PRICES) as stack:
         yield stack
 
 
-def key_of(stack: LiveStack, owner: str) -> str:
+def create_key(stack: LiveStack, owner: str) -> str:
     scope = "admin" if owner == "root" else "user"
     made = stack.server.store.write(
         lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=datetime.now(UTC).timestamp())
@@ -33,21 +33,28 @@ def key_of(stack: LiveStack, owner: str) -> str:
 
 @pytest.fixture(scope="module")
 def window() -> tuple[datetime, datetime]:
-    """The day around now: the hour may change during a test."""
+    """Return a day around the current time, because the hour may change during a test."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return hour - timedelta(hours=12), hour + timedelta(hours=12)
 
 
 @pytest.fixture(scope="module")
-def work(priced: LiveStack) -> str:
-    """Train on 3 datums of 4 tokens, sample 2 times 5 tokens after a prompt of 3, and save; return the session."""
-    key_of(priced, "root")
-    with tinker.ServiceClient(base_url=priced.url, api_key=key_of(priced, "ann"), user_metadata={"a": "b"}) as service:
+def work(billing_stack: LiveStack) -> str:
+    """Train on 3 datums of 4 tokens, sample 2 times 5 tokens from a prompt of 3, and save.
+
+    Returns the session.
+    """
+    create_key(billing_stack, "root")
+
+    with tinker.ServiceClient(
+        base_url=billing_stack.url, api_key=create_key(billing_stack, "ann"), user_metadata={"a": "b"}
+    ) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints([1, 2, 3, 4]),
             loss_fn_inputs={"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4},  # type: ignore
         )
+
         training.forward_backward([datum] * 2, "cross_entropy").result()
         training.forward([datum], "cross_entropy").result()
         training.optim_step(tinker.AdamParams()).result()
@@ -55,16 +62,18 @@ def work(priced: LiveStack) -> str:
         params = tinker.SamplingParams(max_tokens=5)
         sampling.sample(tinker.ModelInput.from_ints([1, 2, 3]), 2, params).result()
         training.save_state("kept").result()
-        priced.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
+        billing_stack.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
         return training.model_id.partition(":")[0]
 
 
 def admin_client(stack: LiveStack, owner: str) -> tinker.AdminClient:
-    return tinker.AdminClient(base_url=stack.url, api_key=key_of(stack, owner))
+    return tinker.AdminClient(base_url=stack.url, api_key=create_key(stack, owner))
 
 
-def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window: tuple[datetime, datetime]) -> None:
-    reported = admin_client(priced, "ann").get_billing_usage(*window).result(timeout=30)
+def test_events_have_each_kind_of_work_once(
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
+) -> None:
+    reported = admin_client(billing_stack, "ann").get_billing_usage(*window).result(timeout=30)
     amounts: dict[str, float] = {}
     for event in reported.data:
         info = event.event_info
@@ -73,6 +82,7 @@ def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window
         amount = getattr(info, "token_count", getattr(info, "count", getattr(info, "gigabyte_hours", 0)))
         amounts[info.type] = amounts.get(info.type, 0) + amount
         assert event.base_model == (None if info.type == "storage" else PUBLIC_NAME)
+
     stored = amounts.pop("storage")
     assert amounts == {"training": 12, "sampling_prefill": 3, "sampling_sample": 10, "checkpoint": 1}
     assert 0 < stored < 1
@@ -84,17 +94,19 @@ def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window
 
 
 def test_an_admin_sees_all_owners_and_others_their_own(
-    priced: LiveStack, work: str, window: tuple[datetime, datetime]
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
 ) -> None:
     seen = {
-        owner: {event.session_id for event in admin_client(priced, owner).get_billing_usage(*window).result().data}
+        owner: {
+            event.session_id for event in admin_client(billing_stack, owner).get_billing_usage(*window).result().data
+        }
         for owner in ("root", "bob")
     }
     assert seen == {"root": {work}, "bob": set()}
 
 
-def test_storage_has_its_price(priced: LiveStack, work: str) -> None:
-    reported = admin_client(priced, "ann").get_current_checkpoint_storage_usage().result(timeout=30)
+def test_storage_has_its_price(billing_stack: LiveStack, work: str) -> None:
+    reported = admin_client(billing_stack, "ann").get_current_checkpoint_storage_usage().result(timeout=30)
     (item,) = reported.data
     assert reported.effective_rate_usd_per_gigabyte_month == 0.1 and item.size_bytes > 0
     assert item.estimated_monthly_cost_usd == pytest.approx(item.size_bytes / 1e9 * 0.1)
@@ -112,22 +124,24 @@ def test_storage_has_its_price(priced: LiveStack, work: str) -> None:
         ("yesterday", "2026-11-01T00:00:00Z", "starting_on"),
     ],
 )
-def test_wrong_windows_are_refused_by_name(priced: LiveStack, start: str, end: str, problem: str) -> None:
+def test_wrong_windows_are_refused_by_name(billing_stack: LiveStack, start: str, end: str, problem: str) -> None:
     answer = httpx.get(
-        f"{priced.url}/api/v1/billing/usage/events",
+        f"{billing_stack.url}/api/v1/billing/usage/events",
         params={"starting_on": start, "ending_before": end},
-        headers={"X-API-Key": key_of(priced, "ann")},
+        headers={"X-API-Key": create_key(billing_stack, "ann")},
     )
     assert answer.status_code in (400, 422)
     assert re.search(problem, answer.text)
 
 
-def test_a_window_without_a_zone_is_in_utc(priced: LiveStack, work: str, window: tuple[datetime, datetime]) -> None:
+def test_a_window_without_a_zone_is_in_utc(
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
+) -> None:
     bounds = {"starting_on": window[0], "ending_before": window[1]}
     answer = httpx.get(
-        f"{priced.url}/api/v1/billing/usage/events",
+        f"{billing_stack.url}/api/v1/billing/usage/events",
         params={name: at.replace(tzinfo=None).isoformat() for name, at in bounds.items()},
-        headers={"X-API-Key": key_of(priced, "ann")},
+        headers={"X-API-Key": create_key(billing_stack, "ann")},
     )
     assert {event["session_id"] for event in answer.json()["data"]} == {work}
 

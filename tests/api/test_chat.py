@@ -1,4 +1,4 @@
-"""The OpenAI and Anthropic endpoints over HTTP: forms, streams, errors, owners and cancellation."""
+"""The OpenAI and Anthropic endpoints over HTTP: formats, streams, errors, owners and cancellation."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def answer(stack: LiveStack, path: str, /, **body: Any) -> dict[str, Any]:
     return response.json()
 
 
-def streamed(stack: LiveStack, path: str, /, **body: Any) -> Events:
+def stream_events(stack: LiveStack, path: str, /, **body: Any) -> Events:
     """Return the events of a streamed response."""
     response = post(stack, path, **body, stream=True)
     assert response.status_code == HTTPStatus.OK, response.text
@@ -65,8 +65,8 @@ def chat_text(events: Events) -> str:
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
 
 
-def drawn(stack: LiveStack, tokens: list[int], **params: Any) -> str:
-    """Sample through the SDK; return the decoded tokens."""
+def sample_text(stack: LiveStack, tokens: list[int], **params: Any) -> str:
+    """Sample with the SDK and return the decoded tokens."""
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         client = service.create_sampling_client(base_model=PUBLIC_NAME).result()
         params = {"seed": 1, "max_tokens": 12} | params
@@ -80,48 +80,52 @@ def test_completion_equals_the_sdks_sample_streamed_or_not(stack: LiveStack) -> 
     choice = made["choices"][0]
     tokens = TOKENIZER.encode("Hello there").ids
     assert choice["prompt_token_ids"] == tokens and choice["finish_reason"] == "length"
-    assert choice["text"] == TOKENIZER.decode(choice["token_ids"]) == drawn(stack, tokens) != ""
+    assert choice["text"] == TOKENIZER.decode(choice["token_ids"]) == sample_text(stack, tokens) != ""
+
     assert made["usage"] == {
         "prompt_tokens": len(tokens),
         "completion_tokens": 12,
         "total_tokens": len(tokens) + 12,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
     options = {"include_usage": True}
-    events = streamed(stack, COMPLETIONS, prompt="Hello there", stream_options=options, return_token_ids=True)
+    events = stream_events(stack, COMPLETIONS, prompt="Hello there", stream_options=options, return_token_ids=True)
     assert completion_text(events) == choice["text"]
     assert events[-1]["choices"] == [] and events[-1]["usage"] == made["usage"] and events[0]["usage"] is None
-    assert [token for event in events for each in event["choices"] for token in each["token_ids"]] == choice[
+    assert [token for event in events for part in event["choices"] for token in part["token_ids"]] == choice[
         "token_ids"
     ]
-    assert [each["finish_reason"] for event in events for each in event["choices"]][-1] == "length"
+    assert [part["finish_reason"] for event in events for part in event["choices"]][-1] == "length"
 
 
 def test_prompts_and_samples_make_choices_in_order(stack: LiveStack) -> None:
     made = answer(stack, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=3)
     assert [choice["index"] for choice in made["choices"]] == [0, 1, 2, 3]
     alone = [answer(stack, COMPLETIONS, prompt=prompt, n=2, max_tokens=3)["choices"] for prompt in ("a", "b")]
-    assert [choice["text"] for choice in made["choices"]] == [choice["text"] for each in alone for choice in each]
-    events = streamed(stack, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=3)
+    assert [choice["text"] for choice in made["choices"]] == [choice["text"] for choices in alone for choice in choices]
+    events = stream_events(stack, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=3)
     for index, choice in enumerate(made["choices"]):
-        own = [each for event in events for each in event["choices"] if each["index"] == index]
-        assert "".join(each["text"] for each in own) == choice["text"]
+        own = [part for event in events for part in event["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in own) == choice["text"]
 
 
 def test_chat_and_messages_render_the_template(stack: LiveStack) -> None:
     tokens = TOKENIZER.encode("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n").ids
-    text = drawn(stack, tokens)
+    text = sample_text(stack, tokens)
     made = answer(stack, CHAT, messages=TALK, return_token_ids=True)
     assert made["prompt_token_ids"] == tokens
     assert made["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
-    assert chat_text(streamed(stack, CHAT, messages=TALK)) == text
+    assert chat_text(stream_events(stack, CHAT, messages=TALK)) == text
+
     parts = [{"type": "text", "text": "What is 2 + 2?", "cache_control": {"type": "ephemeral"}}]
     blocks = answer(stack, MESSAGES, messages=[{"role": "user", "content": parts}])
     assert blocks["content"] == [{"type": "text", "text": text}]
     assert blocks["stop_reason"] == "max_tokens" and blocks["usage"]["input_tokens"] == len(tokens)
+
     counted = stack.server.client.post(f"{MESSAGES}/count_tokens", json={"model": PUBLIC_NAME, "messages": TALK})
     assert counted.json() == {"input_tokens": len(tokens)}
-    events = streamed(stack, MESSAGES, messages=TALK)
+    events = stream_events(stack, MESSAGES, messages=TALK)
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -149,7 +153,7 @@ def test_streams_above_the_limit_get_one_chunk(stack: LiveStack) -> None:
     opened = service.streams._open
     opened.update({f"other-{number}": None for number in range(2)})
     try:
-        events = streamed(stack, COMPLETIONS, prompt="Hello there")
+        events = stream_events(stack, COMPLETIONS, prompt="Hello there")
     finally:
         opened.clear()
     assert completion_text(events) == answer(stack, COMPLETIONS, prompt="Hello there")["choices"][0]["text"]
@@ -166,9 +170,10 @@ def test_disconnect_cancels_the_sample(slow_stack: LiveStack, path: str, stream:
     body = {"model": PUBLIC_NAME, "max_tokens": 90, "stream": stream, "ignore_eos": True} | (
         {"prompt": "Hello"} if path == COMPLETIONS else {"messages": TALK}
     )
-    if path == MESSAGES:  # has no such field; a drawn sample could end at once
+    if path == MESSAGES:  # it has no `ignore_eos`, and a random sample could end at once
         del body["ignore_eos"]
         body["temperature"] = 0
+
     with (
         httpx.Client(base_url=slow_stack.url, timeout=0.5) as client,
         pytest.raises(httpx.ReadTimeout),
@@ -262,7 +267,7 @@ def test_errors_have_the_form_of_the_api(stack: LiveStack, case: str) -> None:
 
 
 def test_error_within_a_stream_is_its_last_event(stack: LiveStack) -> None:
-    events = streamed(stack, COMPLETIONS, prompt=[10**6])
+    events = stream_events(stack, COMPLETIONS, prompt=[10**6])
     assert "outside the vocabulary" in events[-1]["error"]["message"]
 
 
@@ -284,8 +289,9 @@ def test_models_are_the_names_that_may_be_sent(stack: LiveStack) -> None:
         assert post(stack, COMPLETIONS, prompt="a", model=training.model_id).status_code == HTTPStatus.NOT_FOUND
         path = training.save_weights_for_sampler("one").result().path
         newest = training.save_weights_for_sampler("two").result().path
-    listed = [each["id"] for each in stack.server.client.get("/v1/models").json()["data"]]
+    listed = [model["id"] for model in stack.server.client.get("/v1/models").json()["data"]]
     assert listed[0] == PUBLIC_NAME and listed[1:3] == [newest, path]
+
     for name in (PUBLIC_NAME, path, f"{PUBLIC_NAME};{path}", training.model_id):
         made = answer(stack, COMPLETIONS, prompt="Hello", model=name)
         assert made["model"] == name
@@ -306,12 +312,12 @@ def test_samples_of_an_endpoint_share_one_session(stack: LiveStack) -> None:
 def test_keys_come_in_either_header_and_owners_are_separate(tmp_path: Path) -> None:
     with live_stack("fake", tmp_path, has_tokenizer=True) as stack:
 
-        def key_of(owner: str, scope: KeyScope = "user") -> str:
+        def create_key(owner: str, scope: KeyScope = "user") -> str:
             return stack.server.store.write(
                 lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0)
             )[0]
 
-        ann, bob, reader = key_of("ann"), key_of("bob", "sample"), key_of("eve", "read")
+        ann, bob, reader = create_key("ann"), create_key("bob", "sample"), create_key("eve", "read")
         with tinker.ServiceClient(base_url=stack.url, api_key=ann) as service:
             training = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
             path = training.save_weights_for_sampler("one").result().path
@@ -327,7 +333,8 @@ def test_keys_come_in_either_header_and_owners_are_separate(tmp_path: Path) -> N
         for name in (path, training.model_id):
             assert call({"Authorization": f"Bearer {bob}"}, name).status_code == HTTPStatus.NOT_FOUND
         listed = client.get("/v1/models", headers={"Authorization": f"Bearer {bob}"}).json()["data"]
-        assert [each["id"] for each in listed] == [PUBLIC_NAME]
+        assert [model["id"] for model in listed] == [PUBLIC_NAME]
+
         refused = call({"Authorization": f"Bearer {reader}"}, PUBLIC_NAME)
         assert refused.status_code == HTTPStatus.FORBIDDEN and "scope read" in refused.json()["error"]["message"]
         for headers in ({}, {"Authorization": "Bearer tml-wrong"}):

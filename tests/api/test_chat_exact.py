@@ -1,4 +1,4 @@
-"""Text and log-probabilities of the OpenAI and Anthropic endpoints over JAX are those that the SDK gets."""
+"""On JAX, the OpenAI and Anthropic endpoints return the text and the logprobs that the SDK returns."""
 
 import json
 from http import HTTPStatus
@@ -34,7 +34,7 @@ def events(stack: LiveStack, path: str, /, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def sampled(stack: LiveStack, **params: Any) -> list[tinker.SampledSequence]:
+def sample_sequences(stack: LiveStack, **params: Any) -> list[tinker.SampledSequence]:
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         client = service.create_sampling_client(base_model=PUBLIC_NAME).result()
         params = {"seed": 5, "max_tokens": 40} | params
@@ -45,17 +45,18 @@ def sampled(stack: LiveStack, **params: Any) -> list[tinker.SampledSequence]:
 
 
 def test_streamed_text_is_the_unstreamed_and_the_sdks(stack: LiveStack) -> None:
-    expected = sampled(stack)
+    expected = sample_sequences(stack)
     made = answer(stack, COMPLETIONS, prompt=PROMPT, n=2, logprobs=0, return_token_ids=True)["choices"]
     parts = events(stack, COMPLETIONS, prompt=PROMPT, n=2, logprobs=0)
+
     for index, (choice, sequence) in enumerate(zip(made, expected, strict=True)):
         assert choice["token_ids"] == list(sequence.tokens)
         assert choice["logprobs"]["token_logprobs"] == list(sequence.logprobs or [])
         assert choice["text"] == TOKENIZER.decode(list(sequence.tokens))
-        own = [each for event in parts for each in event["choices"] if each["index"] == index]
-        assert "".join(each["text"] for each in own) == choice["text"]
+        own = [part for event in parts for part in event["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in own) == choice["text"]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for each in own for value in each["logprobs"][name]] == choice["logprobs"][name]
+            assert [value for part in own for value in part["logprobs"][name]] == choice["logprobs"][name]
     assert len(parts) > 2
 
 
@@ -67,8 +68,8 @@ def test_stop_string_cuts_the_text_in_every_form(stack: LiveStack) -> None:
         body = {"prompt": PROMPT, "stop": [stop, "no such text"], **more}
         choice = answer(stack, COMPLETIONS, **body)["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
-        parts = [each for event in events(stack, COMPLETIONS, **body) for each in event["choices"]]
-        assert "".join(each["text"] for each in parts) == expected
+        parts = [part for event in events(stack, COMPLETIONS, **body) for part in event["choices"]]
+        assert "".join(part["text"] for part in parts) == expected
         assert parts[-1]["finish_reason"] == "stop"
 
 
@@ -103,10 +104,8 @@ def test_top_log_probabilities_of_chat_have_the_token_itself(stack: LiveStack) -
     assert len(content) == 8
     for token in content:
         assert 3 <= len(token["top_logprobs"]) <= 4
-        assert (token["token"], token["logprob"]) in [
-            (each["token"], each["logprob"]) for each in token["top_logprobs"]
-        ]
-        assert sum(np.exp(each["logprob"]) for each in token["top_logprobs"]) <= 1 + 1e-5
+        assert (token["token"], token["logprob"]) in [(top["token"], top["logprob"]) for top in token["top_logprobs"]]
+        assert sum(np.exp(top["logprob"]) for top in token["top_logprobs"]) <= 1 + 1e-5
     chunks = [choice["logprobs"] for event in events(stack, CHAT, **body) for choice in event["choices"]]
     assert [token for chunk in chunks if chunk for token in chunk["content"]] == content
 
@@ -115,5 +114,5 @@ def test_prompt_log_probabilities_in_the_form_of_vllm(stack: LiveStack) -> None:
     made = answer(stack, COMPLETIONS, prompt=PROMPT, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert made[0] is None and len(made) == len(TOKENS)
     for token, scored in zip(TOKENS[1:], made[1:], strict=True):
-        assert str(token) in scored and {1, 2} <= {each["rank"] for each in scored.values()}
+        assert str(token) in scored and {1, 2} <= {entry["rank"] for entry in scored.values()}
         assert scored[str(token)]["decoded_token"] == TOKENIZER.decode([token])

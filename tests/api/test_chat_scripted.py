@@ -1,4 +1,4 @@
-"""Replies with tool calls and reasoning, and streams of an engine that starts again, with scripted samples."""
+"""Tool calls, reasoning, and streams during an engine restart, with scripted samples."""
 
 import json
 import signal
@@ -41,8 +41,8 @@ REPLY = f"<think>\nI look.\n</think>\n\nLet me see.\n{CALL}<|im_end|>"
 Play = Callable[[Store, RequestId, requests.Sample], results.Result]
 
 
-class Player:
-    """An engine whose `play` gives the result of each sample; it may write new tokens before."""
+class ScriptedPlayer:
+    """An engine that gets the result of each sample from `play`, which may stream tokens first."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -61,7 +61,7 @@ class Player:
 
     def _publish(self, tx: Any) -> None:
         capabilities = {"max_context_length": 1024, "max_topk_logprobs": 4, "eos_token_ids": []}
-        now = time.time() + 3600  # it does not publish again
+        now = time.time() + 3600  # valid for an hour, because this engine publishes only once
         row = EngineStateRow(
             boot_id="boot", pid=1, status="ready", capabilities=capabilities, base_models=[], updated_at=now
         )
@@ -85,7 +85,7 @@ def output(tokens: list[int]) -> results.SampleOutput:
 
 
 def reply(text: str, size: int = 3) -> Play:
-    """Reply with a text, whose tokens come `size` at a time if the client reads a stream."""
+    """Return a `play` that answers with a text and streams `size` tokens at a time."""
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
 
     def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
@@ -110,9 +110,9 @@ def put(store: Store, request_id: RequestId, start: int, tokens: list[int]) -> N
 
 
 @contextmanager
-def playing(data_dir: Path) -> Iterator[Player]:
+def run_player(data_dir: Path) -> Iterator[ScriptedPlayer]:
     store = Store.open(data_dir, role="engine")
-    player = Player(store)
+    player = ScriptedPlayer(store)
     thread = threading.Thread(target=player.run)
     thread.start()
     try:
@@ -125,7 +125,7 @@ def playing(data_dir: Path) -> Iterator[Player]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Player]]:
+def server_and_player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, ScriptedPlayer]]:
     folder = tmp_path_factory.mktemp("scripted")
     settings = ApiSettings(
         port=0,
@@ -134,7 +134,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         served_model_name="tiny",
         chat_template=TEMPLATE,
     )
-    with live_api(settings) as server, playing(settings.data_dir) as player:
+    with live_api(settings) as server, run_player(settings.data_dir) as player:
         while server.client.get("/api/v1/healthz").status_code != HTTPStatus.OK:
             time.sleep(0.02)
         yield server, player
@@ -144,32 +144,33 @@ def post(server: Server, path: str, /, **body: Any) -> httpx.Response:
     return server.client.post(path, json={"model": "tiny", "max_tokens": 99} | body)
 
 
-def streamed(server: Server, path: str, /, **body: Any) -> list[dict[str, Any]]:
+def stream_events(server: Server, path: str, /, **body: Any) -> list[dict[str, Any]]:
     lines = post(server, path, stream=True, **body).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
-def test_openai_client_gets_calls_and_reasoning(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_openai_client_gets_calls_and_reasoning(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     body = {"messages": TALK, "tools": [OPENAI_TOOL]}
     choice = post(server, CHAT, **body).json()["choices"][0]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert (message["content"], message["reasoning_content"]) == ("Let me see.", "I look.")
+
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "find", "arguments": '{"city": "Bern"}'} and call["type"] == "function"
-    deltas = [choice["delta"] for event in streamed(server, CHAT, **body) for choice in event["choices"]]
+    deltas = [choice["delta"] for event in stream_events(server, CHAT, **body) for choice in event["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I look."
-    (called,) = [each for delta in deltas for each in delta.get("tool_calls", [])]
+    (called,) = [tool_call for delta in deltas for tool_call in delta.get("tool_calls", [])]
     assert called["index"] == 0 and called["function"] == call["function"]
     prompt = TOKENIZER.decode(player.seen[-1].prompt.tolist(), skip_special_tokens=False)
     assert '"name": "find"' in prompt and prompt.endswith("<|im_start|>assistant\n")
 
 
-def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_calls_and_results_of_earlier_turns_are_rendered(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply("12 °C.<|im_end|>")
     call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"city": "Bern"}'}}
     openai = [
@@ -177,6 +178,7 @@ def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, P
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "12"},
     ]
+
     anthropic = [
         *TALK,
         {
@@ -187,6 +189,7 @@ def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, P
     ]
     first = post(server, CHAT, messages=openai, tools=[OPENAI_TOOL], reasoning_effort="none").json()
     assert first["choices"][0]["finish_reason"] == "stop"
+
     second = post(server, MESSAGES, messages=anthropic, tools=[ANTHROPIC_TOOL]).json()
     assert second["stop_reason"] == "end_turn"
     assert player.seen[-1].prompt.tolist() == player.seen[-2].prompt.tolist()
@@ -195,8 +198,8 @@ def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, P
     assert prompt.endswith("<think>\n\n</think>\n\n"), "reasoning is off"
 
 
-def test_anthropic_client_gets_blocks(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     body = {"messages": TALK, "tools": [ANTHROPIC_TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     made = post(server, MESSAGES, **body).json()
@@ -205,7 +208,8 @@ def test_anthropic_client_gets_blocks(served: tuple[Server, Player]) -> None:
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "I look.")
     assert text == {"type": "text", "text": "Let me see."}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "find", {"city": "Bern"})
-    events = streamed(server, MESSAGES, **body)
+
+    events = stream_events(server, MESSAGES, **body)
     opened = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert opened == ["thinking", "text", "tool_use"]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
@@ -215,8 +219,10 @@ def test_anthropic_client_gets_blocks(served: tuple[Server, Player]) -> None:
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2]
 
 
-def test_calls_are_text_without_tools_and_reasoning_on_request(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_calls_are_text_without_tools_and_reasoning_on_request(
+    server_and_player: tuple[Server, ScriptedPlayer],
+) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     choice = post(server, CHAT, messages=TALK, separate_reasoning=False).json()["choices"][0]
     assert choice["message"]["content"] == REPLY.removesuffix("<|im_end|>") and choice["finish_reason"] == "stop"
@@ -228,16 +234,16 @@ TEXT = "Natalia sold 48 clips to her friends."
 TOKENS = TOKENIZER.encode(TEXT).ids
 
 
-def test_engine_that_starts_again_repeats_nothing(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_engine_that_starts_again_repeats_nothing(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
 
     def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
-        for start, end in ((0, 2), (2, 5), (0, 4), (4, 7), (9, 10)):  # two runs, and a slice that was not written
+        for start, end in ((0, 2), (2, 5), (0, 4), (4, 7), (9, 10)):  # two runs, then a missing slice
             put(store, request_id, start, TOKENS[start:end])
         return output(TOKENS)
 
     player.play = play
-    events = streamed(server, COMPLETIONS, prompt="x", return_token_ids=True, logprobs=0)
+    events = stream_events(server, COMPLETIONS, prompt="x", return_token_ids=True, logprobs=0)
     choices = [choice for event in events for choice in event["choices"]]
     assert [choice["token_ids"] for choice in choices][:3] == [TOKENS[0:2], TOKENS[2:5], TOKENS[5:7]]
     assert [token for choice in choices for token in choice["token_ids"]] == TOKENS
@@ -246,8 +252,10 @@ def test_engine_that_starts_again_repeats_nothing(served: tuple[Server, Player])
 
 
 @pytest.mark.parametrize("changed", ["new tokens", "result", "shorter result"])
-def test_sample_that_changed_ends_the_stream_with_an_error(served: tuple[Server, Player], changed: str) -> None:
-    server, player = served
+def test_sample_that_changed_ends_the_stream_with_an_error(
+    server_and_player: tuple[Server, ScriptedPlayer], changed: str
+) -> None:
+    server, player = server_and_player
 
     def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
         put(store, request_id, 0, TOKENS[:4])
@@ -256,23 +264,23 @@ def test_sample_that_changed_ends_the_stream_with_an_error(served: tuple[Server,
         return output(TOKENS[:2] if changed == "shorter result" else [9, *TOKENS[1:]])
 
     player.play = play
-    *_, last = streamed(server, COMPLETIONS, prompt="x")
+    *_, last = stream_events(server, COMPLETIONS, prompt="x")
     assert "sampled different tokens" in last["error"]["message"] and last["error"]["type"] == "server_error"
 
 
-def test_failure_has_the_form_of_each_api(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_failure_has_the_form_of_each_api(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = lambda *_: results.Failure(message="out of memory", category=ErrorCategory.SERVER)
     response = post(server, CHAT, messages=TALK)
     assert response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert response.json()["error"] == {"message": "out of memory", "type": "server_error", "param": None, "code": None}
     assert post(server, MESSAGES, messages=TALK).json()["error"] == {"type": "api_error", "message": "out of memory"}
-    *_, last = streamed(server, MESSAGES, messages=TALK)
+    *_, last = stream_events(server, MESSAGES, messages=TALK)
     assert last == {"type": "error", "error": {"type": "api_error", "message": "out of memory"}}
 
 
-def test_full_queue_is_reported_with_retry_after(served: tuple[Server, Player]) -> None:
-    server, player = served
+def test_full_queue_is_reported_with_retry_after(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
 
     def publish(load: engine_state.SampleLoad | None) -> None:
         def work(tx: Any) -> None:
@@ -281,7 +289,7 @@ def test_full_queue_is_reported_with_retry_after(served: tuple[Server, Player]) 
             row.load = None if load is None else asdict(load)
 
         player.store.write(work)
-        time.sleep(0.3)  # the API reads the load that often
+        time.sleep(0.3)  # give the API time to read the load
 
     publish(engine_state.SampleLoad(position=0, num_bytes=10**6, max_bytes=10**6, by_owner={"local": 10**6}))
     try:
@@ -305,11 +313,14 @@ def test_engine_that_is_away_is_reported(tmp_path: Path) -> None:
 
 
 def test_shutdown_ends_streams_with_an_error(tmp_path: Path) -> None:
-    """Uvicorn's signal handler is called, which sse-starlette wraps. The next server of the process streams again."""
+    """Uses uvicorn's signal handler, which sse-starlette wraps.
+
+    The next server of the process can stream again.
+    """
     model = write_tiny_model(tmp_path / "model")
     for name in ("first", "second"):
         settings = ApiSettings(port=0, data_dir=tmp_path / name, base_model=str(model), served_model_name="tiny")
-        with live_api(settings) as server, playing(settings.data_dir) as player:
+        with live_api(settings) as server, run_player(settings.data_dir) as player:
             until(lambda server=server: server.client.get("/api/v1/healthz").status_code == HTTPStatus.OK)
             is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Metrics that clients log: by a POST, through the SDK, and by trackio's protocol."""
+"""Metrics that clients log: with a POST request, with the SDK, and with trackio's protocol."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 @dataclass
 class User:
-    """An owner with a key, a session and calls to the server."""
+    """An owner with a key and a session, who sends requests to the server."""
 
     server: Server
     owner: str
@@ -47,7 +47,7 @@ class User:
         )
 
     def run(self, rank: int = 8, display_name: str | None = None) -> str:
-        """Create a model in a session of its own and wait for it."""
+        """Create a model in a new session and wait until it exists."""
         session = self.call("POST", "create_session", tags=[], display_name=display_name).json()["session_id"]
         lora = {"rank": rank}
         made = self.call(
@@ -70,16 +70,16 @@ class User:
         }
         return self.trackio("bulk_log", logs=[{**entry, **changed}])
 
-    def logged_of(self, run_id: str) -> list[tuple[int, dict[str, float | None]]]:
+    def get_logged_points(self, run_id: str) -> list[tuple[int, dict[str, float | None]]]:
         found = self.call("GET", f"training_runs/{run_id}/metrics").json()["logged"]
         return [(point["step"], point["metrics"]) for point in found]
 
-    def logged_runs(self) -> list[dict[str, Any]]:
+    def list_logged_runs(self) -> list[dict[str, Any]]:
         return self.call("GET", "logged_runs").json()["logged_runs"]
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+def stack_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     with live_stack("fake", tmp_path_factory.mktemp("keyed")) as stack:
         yield stack
 
@@ -88,9 +88,9 @@ _numbers = iter(range(1000))
 
 
 @pytest.fixture
-def ann(keyed: LiveStack) -> User:
-    """A user of this test alone."""
-    return user(keyed, f"ann-{next(_numbers)}")
+def ann(stack_with_keys: LiveStack) -> User:
+    """Return a user that only this test uses."""
+    return user(stack_with_keys, f"ann-{next(_numbers)}")
 
 
 def user(stack: LiveStack, owner: str, scope: KeyScope = "user") -> User:
@@ -105,7 +105,7 @@ def test_one_post_logs_a_step_once(ann: User) -> None:
     assert ann.call("POST", path, **sent).json() == {"is_new": True}
     assert ann.call("POST", path, **sent).json() == {"is_new": False}
     assert ann.call("POST", path, step=-1, metrics={"eval": 1}).json() == {"is_new": True}
-    assert ann.logged_of(run) == [(3, {"reward": 0.5, "kl": None, "bad": None}), (-1, {"eval": 1.0})]
+    assert ann.get_logged_points(run) == [(3, {"reward": 0.5, "kl": None, "bad": None}), (-1, {"eval": 1.0})]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_wrong_field_is_named(ann: User, body: dict[str, Any], message: str) -
     assert re.search(message, refused.json()["detail"])
 
 
-def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack) -> None:
+def test_series_are_read_in_pages_that_lose_nothing(ann: User, stack_with_keys: LiveStack) -> None:
     run = ann.run()
 
     def write(tx) -> None:
@@ -137,6 +137,7 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
                 Point(
                     position=10**9 + number,
                     model_id=ModelId(run),
+                    # Points of steps and of passes alternate.
                     kind="train" if number % 2 else "step",
                     step=number,
                     created_at=1.0,
@@ -149,7 +150,7 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
                 ),
             )
 
-    keyed.server.store.write(write)
+    stack_with_keys.server.store.write(write)
     for step in range(3):
         ann.call("POST", f"training_runs/{run}/metrics", step=step, metrics={"reward": step})
     found, rewards, cursor, more = [], [], "0-0", True
@@ -159,6 +160,7 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
         found += page["points"]
         rewards += page["logged"]
         cursor, more = page["cursor"], page["has_more"]
+
     assert [point["step"] for point in found] == [*range(5)]
     assert found[1]["metrics"] == {"loss:sum": 0.5, "nan": None} and found[1]["kind"] == "train"
     assert [point["metrics"]["reward"] for point in rewards] == [0, 1, 2]
@@ -170,11 +172,12 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
 
 
 def test_telemetry_of_the_sdk_reaches_the_run(
-    ann: User, keyed: LiveStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ann: User, stack_with_keys: LiveStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "1")  # the default of the SDK
+    monkeypatch.setenv("TINKER_TELEMETRY", "1")  # the SDK's default
     caplog.set_level(logging.INFO)
-    with tinker.ServiceClient(base_url=keyed.url, api_key=ann.key, display_name="mine") as service:
+
+    with tinker.ServiceClient(base_url=stack_with_keys.url, api_key=ann.key, display_name="mine") as service:
         service.create_sampling_client(base_model=PUBLIC_NAME).result()
         telemetry = service.get_telemetry()
         assert telemetry is not None, "the first client of a session starts it"
@@ -185,33 +188,40 @@ def test_telemetry_of_the_sdk_reaches_the_run(
         telemetry.log("metrics", {"step": 3, "reward": 0.25, "note": "text"})
         telemetry.log("another", {"step": 4, "reward": 1.0})
         training.get_telemetry().log("metrics", {"step": 5, "reward": 1, "model_id": training.model_id})
-    assert ann.logged_of(training.model_id) == [(3, {"reward": 0.25}), (5, {"reward": 1.0})]
-    (before,) = [run for run in ann.logged_runs() if run["training_run_id"] is None]
+
+    assert ann.get_logged_points(training.model_id) == [(3, {"reward": 0.25}), (5, {"reward": 1.0})]
+    (before,) = [run for run in ann.list_logged_runs() if run["training_run_id"] is None]
     assert before["name"] == "mine" and before["num_points"] == 1
     session = training.model_id.split(":")[0]
-    assert f"live: {keyed.url}/sessions/{session}" in caplog.messages, "the SDK logs the link"
+    assert f"live: {stack_with_keys.url}/sessions/{session}" in caplog.messages, "the SDK logs the link"
 
 
-def test_telemetry_of_strangers_and_narrow_keys_is_dropped(ann: User, keyed: LiveStack) -> None:
+def test_telemetry_of_strangers_and_narrow_keys_is_dropped(ann: User, stack_with_keys: LiveStack) -> None:
     session = ann.call("POST", "create_session", tags=[]).json()["session_id"]
     event = {"event": "GENERIC_EVENT", "event_name": "metrics", "event_id": "e", "event_data": {"step": 1, "a": 1}}
-    others = [user(keyed, "eve"), user(keyed, ann.owner, "read"), user(keyed, ann.owner, "sample")]
+    others = [
+        user(stack_with_keys, "eve"),
+        user(stack_with_keys, ann.owner, "read"),
+        user(stack_with_keys, ann.owner, "sample"),
+    ]
     for caller in others:
         sent = caller.call("POST", "telemetry", session_id=session, events=[event])
         assert sent.json() == {"status": "accepted"}
-    assert ann.logged_runs() == []
+    assert ann.list_logged_runs() == []
+
     for events in ("metrics", ["metrics"], [{**event, "event_data": "metrics"}], [{**event, "event_id": None}]):
         assert ann.call("POST", "telemetry", session_id=session, events=events).json() == {"status": "accepted"}
     malformed = ann.server.client.post("/api/v1/telemetry", content=b'{"metrics"', headers={"X-API-Key": ann.key})
     assert malformed.json() == {"status": "accepted"}
-    assert ann.logged_runs() == []
+    assert ann.list_logged_runs() == []
     assert ann.call("POST", "telemetry", session_id=session, events=[event, event]).json() == {"status": "accepted"}
-    assert [run["num_points"] for run in ann.logged_runs()] == [1]
+    assert [run["num_points"] for run in ann.list_logged_runs()] == [1]
 
 
 def test_trackio_run_joins_the_only_active_model(ann: User) -> None:
     run = ann.run()
     config = {"lora_rank": 8, "learning_rate": 1e-4, "nested": {"a": 1}, "_Username": None}
+
     answer = ann.trackio(
         "bulk_log",
         logs=[
@@ -226,26 +236,28 @@ def test_trackio_run_joins_the_only_active_model(ann: User) -> None:
             }
         ],
     )
+
     assert answer.json() == {"data": {"stored": 1, "ignored": 0}, "error": None}
     assert ann.log(2, run="n").json()["data"]["stored"] == 1
-    assert ann.logged_of(run) == [(1, {"reward": 0.5, "nan": None, "ok": 1.0}), (2, {"reward": 0.2})]
-    (found,) = ann.logged_runs()
+    assert ann.get_logged_points(run) == [(1, {"reward": 0.5, "nan": None, "ok": 1.0}), (2, {"reward": 0.2})]
+    (found,) = ann.list_logged_runs()
     assert found["config"] == {"lora_rank": 8, "learning_rate": 1e-4} and found["project"] == "gsm8k"
 
 
 def test_trackio_run_joins_no_model_if_there_is_a_choice(ann: User) -> None:
     first, second = ann.run(), ann.run()
     ann.log(1)
-    assert ann.logged_of(first) == ann.logged_of(second) == []
+    assert ann.get_logged_points(first) == ann.get_logged_points(second) == []
     ann.server.store.write(lambda tx: models.set_status(tx, ModelId(second), "unloaded"))
     ann.log(2)
-    assert ann.logged_of(first) == [], "it stays apart: the first model may be the wrong one"
-    (found,) = ann.logged_runs()
+    assert ann.get_logged_points(first) == [], "it stays apart: the first model may be the wrong one"
+
+    (found,) = ann.list_logged_runs()
     joined = ann.call("PUT", f"logged_runs/{found['logged_run_id']}/training_run", training_run_id=first)
     assert joined.json() == {"training_run_id": first}
-    assert [step for step, _ in ann.logged_of(first)] == [1, 2]
+    assert [step for step, _ in ann.get_logged_points(first)] == [1, 2]
     ann.call("PUT", f"logged_runs/{found['logged_run_id']}/training_run", training_run_id=None)
-    assert ann.logged_of(first) == []
+    assert ann.get_logged_points(first) == []
     alone = ann.call("GET", f"logged_runs/{found['logged_run_id']}/metrics?limit=1").json()
     assert [point["step"] for point in alone["logged"]] == [1] and alone["has_more"]
 
@@ -254,26 +266,26 @@ def test_rank_and_name_in_the_config_decide(ann: User) -> None:
     small, large = ann.run(rank=4), ann.run(rank=8)
     ann.log(1, run_id="r4", config={"lora_rank": 4})
     ann.log(1, run_id="named", config={"lora_rank": 4, "training_run_id": large})
-    assert (len(ann.logged_of(small)), len(ann.logged_of(large))) == (1, 1)
+    assert (len(ann.get_logged_points(small)), len(ann.get_logged_points(large))) == (1, 1)
 
 
 def test_recipes_at_the_same_time_are_kept_apart_by_their_names(ann: User) -> None:
     runs = {name: ann.run(display_name=name) for name in ("lr-1", "lr-2")}
     for name in runs:
         ann.log(1, run=name, run_id=f"id-{name}", metrics={"reward": len(name)})
-    assert [ann.logged_of(run) for run in runs.values()] == [[(1, {"reward": 4.0})]] * 2
+    assert [ann.get_logged_points(run) for run in runs.values()] == [[(1, {"reward": 4.0})]] * 2
 
 
 def test_trackio_run_waits_for_its_model(ann: User) -> None:
     ann.log(0)
     run = ann.run()
     ann.log(1)
-    assert [step for step, _ in ann.logged_of(run)] == [0, 1]
+    assert [step for step, _ in ann.get_logged_points(run)] == [0, 1]
 
 
-def test_idle_models_and_those_of_others_are_not_joined(ann: User, keyed: LiveStack) -> None:
+def test_idle_models_and_those_of_others_are_not_joined(ann: User, stack_with_keys: LiveStack) -> None:
     run = ann.run()
-    bob = user(keyed, f"{ann.owner}-bob")
+    bob = user(stack_with_keys, f"{ann.owner}-bob")
     bob.log(1)
     bob.log(2, config={"training_run_id": run})
 
@@ -281,13 +293,13 @@ def test_idle_models_and_those_of_others_are_not_joined(ann: User, keyed: LiveSt
         row = tx.get(ModelRow, run)
         row.last_request_at -= ACTIVE_S + 1
 
-    keyed.server.store.write(age)
+    stack_with_keys.server.store.write(age)
     ann.log(1)
-    assert [run["training_run_id"] for run in bob.logged_runs() + ann.logged_runs()] == [None, None]
-    logged_run_id = bob.logged_runs()[0]["logged_run_id"]
+    assert [run["training_run_id"] for run in bob.list_logged_runs() + ann.list_logged_runs()] == [None, None]
+    logged_run_id = bob.list_logged_runs()[0]["logged_run_id"]
     refused = bob.call("PUT", f"logged_runs/{logged_run_id}/training_run", training_run_id=run)
     assert refused.status_code == 404
-    root = user(keyed, "root", "admin")
+    root = user(stack_with_keys, "root", "admin")
     refused = root.call("PUT", f"logged_runs/{logged_run_id}/training_run", training_run_id=run)
     assert refused.status_code == 400 and "same owner" in refused.json()["detail"]
 
@@ -339,20 +351,21 @@ def test_an_entry_that_cannot_be_stored_does_not_hold_up_others(ann: User, chang
 
 def test_a_point_has_at_most_256_metrics(ann: User) -> None:
     ann.log(1, metrics=dict.fromkeys(map(str, range(300)), 1.0))
-    (found,) = ann.logged_runs()
+    (found,) = ann.list_logged_runs()
     page = ann.call("GET", f"logged_runs/{found['logged_run_id']}/metrics").json()
     assert len(page["logged"][0]["metrics"]) == 256
 
 
-def test_trackio_needs_a_key_and_no_foreign_page(ann: User, keyed: LiveStack, stack: LiveStack) -> None:
-    client = keyed.server.client
+def test_trackio_needs_a_key_and_no_foreign_page(ann: User, stack_with_keys: LiveStack, stack: LiveStack) -> None:
+    client = stack_with_keys.server.client
     assert client.get("/trackio/version").json()["api_version"] == 1
     logs = {"kwargs": {"logs": []}}
     assert client.post("/trackio/api/bulk_log", json=logs).status_code == 401
+
     for headers in ({"Authorization": f"Bearer {ann.key}"}, {"X-API-Key": ann.key}):
         assert client.post("/trackio/api/bulk_log", json=logs, headers=headers).status_code == 200
     for scope in ("read", "sample", "metrics"):
-        answer = user(keyed, "eve", scope).trackio("bulk_log", logs=[])
+        answer = user(stack_with_keys, "eve", scope).trackio("bulk_log", logs=[])
         assert answer.status_code == 403 and scope in answer.json()["detail"]
     keyless = stack.server.client
     assert keyless.post("/trackio/api/bulk_log", json=logs, headers={"x-trackio-write-token": "tml-x"}).is_success
@@ -369,7 +382,7 @@ def test_trackio_body_is_bounded(ann: User) -> None:
     assert refused.status_code == 413
 
 
-def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveStack) -> None:
+def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, stack_with_keys: LiveStack) -> None:
     run = ModelId(ann.run())
     ann.call("POST", f"training_runs/{run}/metrics", step=1, metrics={"reward": 1})
 
@@ -379,7 +392,7 @@ def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveSt
         logged_metrics.prune(tx, 1.0, limit=10)
         return len(logged_metrics.list_runs(tx, ann.owner))
 
-    assert keyed.server.store.write(work) == 0
+    assert stack_with_keys.server.store.write(work) == 0
 
 
 def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, settings: ApiSettings) -> None:

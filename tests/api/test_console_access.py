@@ -1,4 +1,4 @@
-"""Every page of the console as a stranger, another owner, the owner and an admin; log-in, forms and headers."""
+"""Every page of the console for a stranger, another owner, the owner and an admin; log-in, forms and headers."""
 
 import re
 import time
@@ -39,7 +39,7 @@ def ann_key(world: ConsoleWorld) -> str:
 
 @pytest.fixture(scope="module")
 def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
-    """A run of Ann's with hostile names, a checkpoint of each kind, and points."""
+    """Create one of Ann's runs with hostile names, a checkpoint of each kind, and points."""
     server = world.server
     server.client.headers["X-API-Key"] = ann_key
     made = server.post(
@@ -49,7 +49,8 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
         user_metadata={HOSTILE: "x" * 900_000},
         project_id=HOSTILE,
     )
-    if made.status_code != 200:  # some of these fields have narrower limits
+
+    if made.status_code != 200:  # some of these fields have lower limits
         made = server.post("create_session", tags=[HOSTILE], sdk_version="0.38.0", user_metadata={"n": HOSTILE})
     session = made.json()["session_id"]
     run = server.model(session)
@@ -57,6 +58,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
     server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
     del server.client.headers["X-API-Key"]
     values = {"loss:sum": 4.0, "num_tokens:sum": 2.0}
+
     for number in range(3):
         point = Point(
             position=10_000 + number,
@@ -71,7 +73,9 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
             datums=1,
             values=values,
         )
+
         server.store.write(lambda tx, point=point: points.add(tx, point))
+
     samples = [
         NewSample(
             sequence_id=f"kept-{number}",
@@ -82,6 +86,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
         )
         for number, gap in enumerate((0.125, None))
     ]
+
     group = NewGroup(
         request_id=RequestId("kept"),
         model_id=run,
@@ -127,6 +132,7 @@ def test_a_stranger_sees_the_log_in_form_alone(world: ConsoleWorld, names: dict[
 
 def test_another_owner_gets_404_and_empty_lists(world: ConsoleWorld, names: dict[str, str]) -> None:
     missing = names | {"session_id": "session-" + "0" * 32, "run_id": "session-" + "0" * 32 + ":train:0"}
+
     with world.browser(world.key("bob")) as bob:
         for path, unknown in zip(get_pages(names), get_pages(missing), strict=True):
             answer = bob.get(path)
@@ -167,6 +173,7 @@ def test_owner_and_admin_see_every_page(world: ConsoleWorld, names: dict[str, st
             assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
             assert answer.headers["cache-control"] == "no-store"
             assert len(answer.content) < 400_000
+
         assert names["run_id"] in browser.get("/training_runs").text
         assert ("API settings" in browser.get("/health").text) == (who == "root")
         data = browser.get(f"/console/data/training_runs/{names['run_id']}/curves?since=3").json()
@@ -182,6 +189,7 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, names: dict[s
             assert "<script>alert" not in text and "\u202e" not in text and "\x1b" not in text
             seen += text
         assert "&lt;script&gt;alert(1)&lt;/script&gt;{{7*7}}\\u202etxt\\x1b[31m" in seen
+
         for query in ("q", "project", "scope", "kind", "tab", "offset", "runs", "step"):
             for page in (
                 "/training_runs",
@@ -201,6 +209,7 @@ def test_the_cookie_is_no_credential_of_the_api_and_a_token_no_cookie(world: Con
         assert name.startswith("skyrl-") and ann_key not in cookie
         assert ann.client.get("/api/v1/training_runs").status_code == 401
         assert ann.client.get("/api/v1/training_runs", headers={"X-API-Key": cookie}).status_code == 401
+
     token = httpx.post(f"{world.server.url}/api/v1/auth/token", headers={"X-API-Key": ann_key}, json={}).json()["jwt"]
     with world.browser() as forger:
         forger.client.cookies.set(name, token)
@@ -283,7 +292,7 @@ def test_forms_of_other_sites_are_refused(
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
 def test_a_server_without_keys_serves_no_page_under_a_foreign_name(tmp_path: Path, host: str) -> None:
-    """A name of an attacker that points to this machine would let a web page act as an admin (DNS rebinding)."""
+    """An attacker's host name that resolves to this machine would let a web page act as an admin (DNS rebinding)."""
     with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as server:
         paths = [path for table in TABLES for _, path, _ in table.entries if "{" not in path]
         assert server.client.get("/overview").status_code == 200
@@ -336,6 +345,7 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
         f"tinker://{names['run_id']}/sampler_weights/sampler",
         f"/checkpoints/{names['run_id']}/sampler_weights/sampler",
     )
+
     with world.browser(ann_key) as ann, world.browser(world.key("bob")) as bob:
         token = {"form_token": ann.token()}
         assert bob.get(page).status_code == 404
@@ -346,6 +356,7 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
             and "Change this checkpoint" not in seen.text
             and names["run_id"] in bob.get("/checkpoints?scope=published").text
         )
+
         for act, fields in (("publish", {"public": "no"}), ("ttl", {"days": "1"})):
             assert bob.post(f"{page}/{act}", {**fields, "form_token": bob.token()}).status_code == 404
         assert (
@@ -355,9 +366,11 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
         assert ann.post(f"{page}/publish", {"public": "no", **token}).status_code == 303
         assert bob.get(page).status_code == 404
         assert ann.post(f"{page}/ttl", {"days": "2", **token}).status_code == 303 and "in 1 d" in ann.get(page).text
+
         for wrong in ("-1", "nan", "inf", "1e9", "x"):
             assert ann.post(f"{page}/ttl", {"days": wrong, **token}).status_code == 400
         assert ann.post(f"{page}/ttl", {"days": "", **token}).status_code == 303
+
         asked = ann.post("/checkpoints/delete", {"path": path, **token})
         assert asked.status_code == 200 and "Delete 1 checkpoint?" in asked.text and "KiB" in asked.text + "KiB"
         assert ann.get(page).status_code == 200
@@ -367,6 +380,7 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
         assert ann.post("/checkpoints/restore", {"path": path, **token}).status_code == 303
         assert ann.get(page).status_code == 200
         assert ann.post("/checkpoints/delete", token).status_code == 400
+
         tar = ann.client.get(f"{page}/download", follow_redirects=True)
         assert tar.status_code == 200 and tar.headers["content-type"] == "application/x-tar"
 
@@ -383,10 +397,12 @@ def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: 
         f"/console/data/training_runs/{names['run_id']}/curves",
     )
     config = f"/training_runs/{names['run_id']}?tab=config"
+
     with world.browser(ann_key) as ann, world.browser(world.key("bob")) as bob:
         token = {"form_token": ann.token()}
         assert "Add to this run" in ann.get(config).text and "reward" not in ann.get(data).json()["logged"]
         assert bob.post(form, {"logged_run_id": str(other), "form_token": bob.token()}).status_code == 404
+
         for wrong, status in ((str(other), 404), ("999999", 404), ("x", 400), ("", 400), ("1" * 19, 400)):
             assert ann.post(form, {"logged_run_id": wrong, **token}).status_code == status
         assert ann.post(form, {"logged_run_id": str(number), "act": "x", **token}).status_code == 400
@@ -394,9 +410,10 @@ def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: 
         assert ann.post(form, {"logged_run_id": str(number), **token}).status_code == 303
         assert ann.get(data).json()["logged"]["reward"]["value"] == [0.5]
         assert "Remove from this run" in ann.get(config).text
+
         with world.browser(world.key("root", "admin")) as root:
             mixed = {"logged_run_id": str(other), "form_token": root.token()}
-            assert "same owner" in root.post(form, mixed).text, "also an admin mixes no owners"
+            assert "same owner" in root.post(form, mixed).text, "an admin cannot mix owners either"
         assert ann.post(form, {"logged_run_id": str(number), "act": "separate", **token}).status_code == 303
         assert "reward" not in ann.get(data).json()["logged"]
 
@@ -411,16 +428,18 @@ def test_keys_are_shown_once_and_revoked(world: ConsoleWorld, ann_key: str) -> N
         (key,) = set(re.findall(r"tml-[\w-]{40,}", made.text))
         listed = ann.get("/keys").text
         assert made.status_code == 200 and key not in listed and key[:8] in listed and "<script>alert" not in listed
+
         row = world.server.store.read(lambda tx: keys.find(tx, key))
         assert row is not None and (row.owner, row.scope) == (OWNER, "sample")
         assert OWNER not in bob.get("/keys").text
         assert bob.post(f"/keys/{row.key_id}/revoke", {"form_token": bob.token()}).status_code == 404
         assert ann.post(f"/keys/{row.key_id}/revoke", token).status_code == 303
         assert world.server.store.read(lambda tx: keys.find(tx, key)) is None
+
         for fields in ({"scope": "admin"}, {"scope": "metrics"}, {"days": "0"}, {"days": "x"}, {"name": "x" * 101}):
             assert ann.post("/keys", {"scope": "user", "name": "n", **fields, **token}).status_code == 400
         assert ann.post("/keys", {"scope": "user", "owner": "bob", **token}).status_code == 200
-        assert "bob" not in ann.get("/keys").text, "keys are made for oneself, whatever the form says"
+        assert "bob" not in ann.get("/keys").text, "the form cannot name another owner"
 
 
 def test_log_out_ends_the_session(world: ConsoleWorld, ann_key: str) -> None:

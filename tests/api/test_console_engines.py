@@ -1,4 +1,4 @@
-"""The health page says which engine holds what."""
+"""The health page shows the models of each engine."""
 
 import re
 import time
@@ -21,7 +21,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
 
 
 def add_ended_engine(tx: Session) -> None:
-    """Add an engine that ended long ago and has nothing."""
+    """Add an engine that ended long ago and has no models."""
     row = EngineStateRow(
         number=3, boot_id="c", host="gpu-8", pid=4712, status="ready", capabilities={}, base_models=[], updated_at=1.0
     )
@@ -38,14 +38,17 @@ def add_engine(tx: Session) -> dict[str, ModelId]:
         status="ready",
         capabilities={"devices": ["H100 <1>"]},
         base_models=[],
-        updated_at=time.time() + 3600,  # as if it published all the time
+        updated_at=time.time() + 3600,  # stays current without publishing again
     )
+
     engine_state.publish(tx, row)
     names: dict[str, ModelId] = {}
+
     for owner in ("ann", "bob"):
         session_id = sessions.create(tx, owner=owner, now=time.time())
         names[owner] = ModelId(f"{session_id}:train:0")
         now = time.time()
+
         model = ModelRow(
             model_id=names[owner],
             session_id=session_id,
@@ -56,8 +59,10 @@ def add_engine(tx: Session) -> dict[str, ModelId]:
             last_request_at=now,
             engine=2,
         )
+
         models.create(tx, model)
         tx.flush()
+
     return names
 
 
@@ -66,9 +71,10 @@ def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> 
         assert ">Engines<" not in ann.get("/health").text, "one engine is described above"
         world.server.store.write(add_ended_engine)
         alone = ann.get("/health").text
-        assert ">Engines<" in alone and "gpu-8" not in alone, "what the last of several holds is still shown"
+        assert ">Engines<" in alone and "gpu-8" not in alone, "the models of the remaining engine are still shown"
         names = world.server.store.write(add_engine)
         pages = {"ann": ann.get("/health").text, "root": root.get("/health").text}
+
     for page in pages.values():
         (line,) = (row for row in re.findall(r"<tr><td>.*?</tr>", page, re.DOTALL) if "gpu-7, process 4711" in row)
         assert "<td>2</td>" in line and "<td>ready" in line and "H100 &lt;1&gt;" in line

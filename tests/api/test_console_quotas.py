@@ -1,4 +1,4 @@
-"""The page of quotas as a stranger, a user and an admin meet it."""
+"""The page of quotas for a visitor without a key, a user and an admin."""
 
 import time
 from collections.abc import Iterator
@@ -62,6 +62,7 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
         fields = {"form_token": root.token(), "subject": "key:7", "limit": "models_in_training"}
         assert root.post("/quotas", {**fields, "value": "12k"}).status_code == 303
         assert "12k" in root.get("/quotas").text
+
         for changes, reason in (
             ({"value": "many"}, "must be a whole number"),
             ({"limit": "training_steps", "value": "1"}, "unknown; choose one of"),
@@ -72,9 +73,11 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
         ):
             refused = root.post("/quotas", {**fields, **changes})
             assert refused.status_code == 400 and reason in refused.text
+
         assert root.post("/quotas/remove", fields).status_code == 303
         assert root.post("/quotas/remove", fields).status_code == 404
         assert "12k" not in root.get("/quotas").text
+
     entries = [row for row in world.server.store.read(audit.list_entries) if row.details.get("subject") == "key:7"]
     assert [(row.actor, row.details.get("value"), row.details.get("before")) for row in entries] == [
         ("root", 12_000, None),

@@ -1,4 +1,4 @@
-"""A loss that runs on the client: the server gives logprobs and takes their gradients."""
+"""A custom loss that runs in the client: the server sends logprobs and receives their gradients."""
 
 import json
 import math

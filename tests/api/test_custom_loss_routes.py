@@ -1,4 +1,4 @@
-"""Uploads of custom losses: stored once for their session, refused with what is wrong, and carried by passes."""
+"""Uploads of custom losses: stored once per session, refused with a reason if invalid, and attached to passes."""
 
 import json
 import time
@@ -31,7 +31,7 @@ LOSS = CustomLoss(
 )
 
 
-def offer(server: Server, is_offered: bool = True) -> None:
+def publish_engine(server: Server, is_offered: bool = True) -> None:
     row = EngineStateRow(
         boot_id="boot",
         pid=1,
@@ -47,11 +47,11 @@ def offer(server: Server, is_offered: bool = True) -> None:
 def offering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = ApiSettings(port=0, data_dir=tmp_path_factory.mktemp("data"), base_model="Qwen/Qwen3-8B")
     with live_api(settings) as server:
-        offer(server)
+        publish_engine(server)
         yield server
 
 
-def key_of(server: Server, owner: str) -> str:
+def create_key(server: Server, owner: str) -> str:
     made, _ = server.store.write(lambda tx: keys.create(tx, owner=owner, scope="user", name="k", note="", now=1.0))
     return made
 
@@ -77,7 +77,7 @@ def test_the_flag_follows_the_engine_and_the_setting(tmp_path) -> None:
         settings = ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B", **switches)
         with live_api(settings) as server:
             for is_offered in (False, True):
-                offer(server, is_offered)
+                publish_engine(server, is_offered)
                 config = server.post("client/config").json()
                 assert config["custom_loss_server_side"] is (is_offered and not switches)
                 answer = upload(server, server.session())
@@ -103,7 +103,7 @@ def test_a_pass_carries_its_loss_and_only_what_the_loss_reads(offering: Server) 
     assert isinstance(stored, ModelPass) and stored.custom == LOSS
     assert stored.data[0].loss_inputs.keys() == {"target_tokens", "advantages"}
     offering.store.write(lambda tx: custom_losses.expire(tx, time.time() + 2 * custom_losses.RETENTION_S))
-    assert submit_pass(offering, model, 1, loss_id=loss_id).custom == LOSS, "a repeated pass is the stored one"
+    assert submit_pass(offering, model, 1, loss_id=loss_id).custom == LOSS, "a repeated pass returns the stored request"
     later = submit_pass(offering, model, 2, loss_id=loss_id)
     assert isinstance(later, Rejected) and later.backward and "has no such custom loss" in later.message
 
@@ -125,8 +125,8 @@ def test_a_pass_without_a_loss_of_its_session_fails(offering: Server, config: di
 def test_a_loss_of_another_session_or_owner_does_not_exist(tmp_path) -> None:
     settings = ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B")
     with live_api(settings) as server:
-        offer(server)
-        ann, bob = (key_of(server, owner) for owner in ("ann", "bob"))
+        publish_engine(server)
+        ann, bob = (create_key(server, owner) for owner in ("ann", "bob"))
         server.client.headers["X-API-Key"] = ann
         session = server.session()
         loss_id = server.result(upload(server, session))["loss_id"]
@@ -169,6 +169,7 @@ def test_large_and_deep_uploads_are_refused_quickly(offering: Server) -> None:
     session, started = offering.session(), time.perf_counter()
     many = [{**NODES[2], "name": f"n{index}"} for index in range(100_000)]
     assert upload(offering, session, graph={"nodes": many}).status_code == 413
+
     few = [{**NODES[2], "name": f"n{index}"} for index in range(600)]
     answer = upload(offering, session, graph={"nodes": few})
     assert answer.status_code == 400 and "graph.nodes" in answer.json()["detail"]
@@ -178,6 +179,7 @@ def test_large_and_deep_uploads_are_refused_quickly(offering: Server) -> None:
         text = body[:-1] + f', "x": {nested}' + "}"
         sent = offering.client.post("/api/v1/create_custom_loss", content=text)
         assert sent.status_code in (400, 413), sent.text
+
     huge = [*NODES[:2], {**NODES[2], "args": [REF, 0]}, *NODES[3:]]
     text = json.dumps({"nodes": huge}).replace("0]", "9" * 5000 + "]")
     start = f'{{"session_id": "{session}", "custom_loss_seq_id": 0, "name": "a", "graph": {text}, "inputs": []}}'
@@ -193,5 +195,5 @@ def test_losses_of_a_session_are_bounded(offering: Server, monkeypatch: pytest.M
         assert upload(offering, session, seq_id).status_code == 200
     answer = upload(offering, session, 2)
     assert answer.status_code == 400 and "this session has 2 custom losses" in answer.json()["detail"]
-    assert upload(offering, session, 1).status_code == 200, "a retry needs no room"
+    assert upload(offering, session, 1).status_code == 200, "a retry does not count"
     assert upload(offering, offering.session()).status_code == 200

@@ -1,4 +1,4 @@
-"""A loss that the server evaluates has the results and the gradient of the same loss in the client."""
+"""A custom loss on the server has the results and the gradient of the same loss in the client."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -36,15 +36,17 @@ def test_server_and_client_agree(
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["loss_id"].endswith(":loss:0")
     assert "pass the function itself to forward_backward_custom" in found["refused"]
+
     server, client = found["server"], found["client"]
     for one, other in zip(server["logprobs"], client["logprobs"], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     names = {key for key in client["metrics"] if key.startswith("custom/")} | {"loss:sum"}
     assert len(names) > 1 and names <= server["metrics"].keys()
+
     for key in names:
         assert server["metrics"][key] == pytest.approx(client["metrics"][key], rel=1e-6, abs=1e-6), key
     own, expected = gradient(jax_stack, server["model_id"]), gradient(jax_stack, client["model_id"])
-    largest = max(float(np.abs(each).max()) for each in expected)
+    largest = max(float(np.abs(array).max()) for array in expected)
     assert largest > 0
     for one, other in zip(own, expected, strict=True):
         np.testing.assert_allclose(one / largest, other / largest, atol=1e-6)

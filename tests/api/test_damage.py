@@ -1,4 +1,4 @@
-"""A result with a flipped bit in the database is reported as an error."""
+"""The server reports an error if a result in the database has a flipped bit."""
 
 import pytest
 from sqlmodel import Session, col, select

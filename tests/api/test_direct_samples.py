@@ -1,4 +1,4 @@
-"""Prompts that name their weights themselves, as direct callers of the endpoint do."""
+"""Sampling requests that name their weights, without a sampling session, as direct callers send them."""
 
 from http import HTTPStatus
 from typing import Any

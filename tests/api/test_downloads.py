@@ -1,4 +1,4 @@
-"""Weights out, through the SDK and by hand: signed URLs, ranges, archives, encryption."""
+"""Downloads of weights with the SDK and plain HTTP: signed URLs, byte ranges, archives and encryption."""
 
 import io
 import json
@@ -30,8 +30,8 @@ def rest(stack: LiveStack) -> tinker.RestClient:
 
 
 @pytest.fixture
-def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
-    """One step from the start, so that no factor of the adapter is zero."""
+def client_after_step(training: tinker.TrainingClient) -> tinker.TrainingClient:
+    """Return a client after one step, so that neither LoRA matrix is zero."""
     tokens = tinker.ModelInput.from_ints([5, 6, 7, 8])
     datum = tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})
     training.forward_backward([datum], "cross_entropy")
@@ -40,13 +40,15 @@ def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
 
 
 def fetch(url: str) -> bytes:
-    """As the SDK's command line does: without any header of ours."""
+    """Download without headers of this project, as the SDK's command line does."""
     with urllib.request.urlopen(url, timeout=20) as response:
         return response.read()
 
 
-def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
-    saved = trained.save_weights_external("out", ttl_seconds=3600).result()
+def test_external_weights_are_downloaded_without_a_key(
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient
+) -> None:
+    saved = client_after_step.save_weights_external("out", ttl_seconds=3600).result()
     assert saved.path.endswith("/external_weights/out")
     signed = rest.get_external_weights_urls(saved.path).result()
     assert set(signed.urls) == ADAPTER
@@ -54,6 +56,7 @@ def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingC
     files = {name: fetch(url) for name, url in signed.urls.items()}
     config = json.loads(files["adapter_config.json"])
     assert config["base_model_name_or_path"] == PUBLIC_NAME and config["r"] == 8 and config["lora_alpha"] == 32
+
     tensors = load(files["adapter_model.safetensors"])
     assert all(name.startswith("base_model.model.") for name in tensors)
     assert any(np.any(array) for name, array in tensors.items() if ".lora_B." in name)
@@ -65,14 +68,15 @@ def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingC
     assert httpx.get(signed.urls["adapter_config.json"]).status_code == HTTPStatus.FORBIDDEN
 
 
-def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
-    path = trained.save_weights_external("ranges").result().path
+def test_download_url_serves_byte_ranges(client_after_step: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+    path = client_after_step.save_weights_external("ranges").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     whole = httpx.get(url)
     size = len(whole.content)
     assert whole.status_code == HTTPStatus.OK and int(whole.headers["content-length"]) == size
     head = httpx.head(url)
     assert head.headers["content-length"] == str(size) and head.headers["accept-ranges"] == "bytes"
+
     for header, expected in (
         ("bytes=0-99", whole.content[:100]),
         ("bytes=100-", whole.content[100:]),
@@ -83,6 +87,7 @@ def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: t
         assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == expected
         first = size - len(expected) if header != "bytes=0-99" else 0
         assert part.headers["content-range"] == f"bytes {first}-{first + len(expected) - 1}/{size}"
+
     for ignored in ("bytes=5-2", "lines=1-2", "bytes=-", "bytes=0-1,5-6"):
         assert httpx.get(url, headers={"range": ignored}).content == whole.content
     outside = httpx.get(url, headers={"range": f"bytes={size}-"})
@@ -93,11 +98,12 @@ def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: t
 
 
 def test_signature_is_valid_for_one_file_and_expiry(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
 ) -> None:
-    path = trained.save_weights_external("signed").result().path
+    path = client_after_step.save_weights_external("signed").result().path
     url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
     assert httpx.get(url).status_code == HTTPStatus.OK
+
     expires = int(url.params["expires"])
     forged = (
         url.copy_set_param("expires", str(expires + 1)),
@@ -107,15 +113,15 @@ def test_signature_is_valid_for_one_file_and_expiry(
         url.copy_with(path=url.path.replace("/file/", "/archive/")),
         url.copy_with(path=url.path.replace("signed", "other")),
     )
-    for each in forged:
-        assert httpx.get(each).status_code == HTTPStatus.FORBIDDEN, each
+    for forged_url in forged:
+        assert httpx.get(forged_url).status_code == HTTPStatus.FORBIDDEN, forged_url
     assert httpx.get(url.copy_remove_param("signature")).status_code == HTTPStatus.BAD_REQUEST
 
 
 def test_download_url_expires(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = trained.save_weights_external("late").result().path
+    path = client_after_step.save_weights_external("late").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_config.json"]
     later = SimpleNamespace(time=lambda: time.time() + 3601)
     monkeypatch.setattr(downloads, "time", later)
@@ -123,8 +129,10 @@ def test_download_url_expires(
     assert answer.status_code == HTTPStatus.FORBIDDEN and "expired" in answer.json()["detail"]
 
 
-def test_download_urls_have_the_address_of_the_request(trained: tinker.TrainingClient, stack: LiveStack) -> None:
-    path = trained.save_weights_external("host").result().path
+def test_download_urls_have_the_address_of_the_request(
+    client_after_step: tinker.TrainingClient, stack: LiveStack
+) -> None:
+    path = client_after_step.save_weights_external("host").result().path
     run, kind, name = path.removeprefix("tinker://").split("/")
     endpoint = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
     answer = stack.server.client.get(endpoint, headers={"host": "192.0.2.7:8443"})
@@ -132,11 +140,11 @@ def test_download_urls_have_the_address_of_the_request(trained: tinker.TrainingC
 
 
 def test_encrypted_export_is_readable_by_its_recipients_only(
-    trained: tinker.TrainingClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient
 ) -> None:
     first, second, other = (pyrage.x25519.Identity.generate() for _ in range(3))
     recipients = [str(first.to_public()), str(second.to_public())]
-    path = trained.save_weights_external("secret", age_encryption_recipients=recipients).result().path
+    path = client_after_step.save_weights_external("secret", age_encryption_recipients=recipients).result().path
     urls = rest.get_external_weights_urls(path).result().urls
     assert set(urls) == {f"{name}.age" for name in ADAPTER}
     sealed = fetch(urls["adapter_config.json.age"])
@@ -147,27 +155,35 @@ def test_encrypted_export_is_readable_by_its_recipients_only(
         pyrage.decrypt(sealed, [other])
 
 
-def test_invalid_recipient_is_refused(trained: tinker.TrainingClient) -> None:
+def test_invalid_recipient_is_refused(client_after_step: tinker.TrainingClient) -> None:
     with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients 'age1nobody'"):
-        trained.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
+        client_after_step.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
 
 
-def test_export_names_are_unique_and_retries_are_duplicates(trained: tinker.TrainingClient, stack: LiveStack) -> None:
-    first = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
-    again = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+def test_export_names_are_unique_and_retries_are_duplicates(
+    client_after_step: tinker.TrainingClient, stack: LiveStack
+) -> None:
+    first = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=50)
+    again = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=50)
     assert first.json()["request_id"] == again.json()["request_id"]
     done = stack.server.result(first)
     assert done["type"] == "save_weights_external" and isinstance(done["size_bytes"], int)
-    taken = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
+    taken = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=51)
     assert "exists already; choose another name or delete it first" in str(stack.server.result(taken)["error"])
 
 
 def test_checkpoint_kinds_are_not_interchangeable(
-    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
-    """Training and sampler checkpoints have no URLs; external weights are for neither training nor sampling."""
-    state, sampler = trained.save_state("state").result().path, trained.save_weights_for_sampler("b").result().path
-    external = trained.save_weights_external("c").result().path
+    """Training and sampler checkpoints have no URLs.
+
+    External weights can be used neither to train nor to sample.
+    """
+    state, sampler = (
+        client_after_step.save_state("state").result().path,
+        client_after_step.save_weights_for_sampler("b").result().path,
+    )
+    external = client_after_step.save_weights_external("c").result().path
     for path in (state, sampler):
         with pytest.raises(ValueError, match="only accepts external"):
             rest.get_external_weights_urls(path)
@@ -178,11 +194,11 @@ def test_checkpoint_kinds_are_not_interchangeable(
 
 
 def test_training_checkpoint_is_downloaded_through_an_export(
-    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
-    """The same bytes, whichever model wrote them."""
-    direct = trained.save_weights_external("direct").result().path
-    state = trained.save_state("kept").result().path
+    """An export contains the same bytes for the original model and for a model that was loaded from its checkpoint."""
+    direct = client_after_step.save_weights_external("direct").result().path
+    state = client_after_step.save_state("kept").result().path
     again = service.create_training_client_from_state(state).result().save_weights_external("download").result().path
     first, second = (
         fetch(rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"])
@@ -193,15 +209,18 @@ def test_training_checkpoint_is_downloaded_through_an_export(
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
-def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: LiveStack, kind: str) -> None:
+def test_archive_is_a_tar_of_the_adapter(client_after_step: tinker.TrainingClient, stack: LiveStack, kind: str) -> None:
     save = {
-        "weights": trained.save_state,
-        "sampler_weights": trained.save_weights_for_sampler,
-        "external_weights": trained.save_weights_external,
+        "weights": client_after_step.save_state,
+        "sampler_weights": client_after_step.save_weights_for_sampler,
+        "external_weights": client_after_step.save_weights_external,
     }[kind]
     save("archived").result()
-    answer = stack.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
+    answer = stack.server.client.get(
+        f"/api/v1/training_runs/{client_after_step.model_id}/checkpoints/{kind}/archived/archive"
+    )
     assert answer.status_code == HTTPStatus.FOUND and "GMT" in answer.headers["expires"]
+
     url = answer.headers["location"]
     content = fetch(url)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
@@ -211,6 +230,7 @@ def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: 
         weights = tar.extractfile("adapter_model.safetensors")
         assert config is not None and json.load(config)["r"] == 8
         assert weights is not None and load(weights.read())
+
     part = httpx.get(url, headers={"range": "bytes=700-1800"})
     assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == content[700:1801]
 
@@ -224,9 +244,9 @@ def test_missing_checkpoint_has_no_download_url(stack: LiveStack) -> None:
 
 
 def test_damaged_weights_are_not_served(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
 ) -> None:
-    path = trained.save_weights_external("damaged").result().path
+    path = client_after_step.save_weights_external("damaged").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     assert httpx.get(url, headers={"range": "bytes=0-9"}).status_code == HTTPStatus.PARTIAL_CONTENT
     row = stack.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))

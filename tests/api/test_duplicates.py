@@ -1,6 +1,7 @@
-"""Every kind of request with a used idempotency key: an equal one is a duplicate, another one is refused.
+"""Every kind of request with a used idempotency key: an equal request is a duplicate, a different one is refused.
 
-All are sent to one API and engine, and again after both restarted on the same data directory.
+All requests are sent to one API process and engine, and again after both were restarted on the same
+data directory.
 """
 
 from collections.abc import Iterator
@@ -27,16 +28,16 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}}}
 PASS = {"data": [DATUM], "loss_fn": "cross_entropy"}
 OTHER_PASS = {"data": [DATUM, DATUM], "loss_fn": "cross_entropy"}
-ASKED = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4}, "num_samples": 2}  # its seed is drawn
+ASKED = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4}, "num_samples": 2}  # the server draws the seed
 OTHER_PROMPT = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]}}
 KEYED = {"x-idempotency-key": "stainless-python-retry-1"}
-EFFECTS_OF_ALL = 7
-"""On the model that all share: its creation, two passes, a step, an unnamed save, two loads."""
+NUM_SHARED_EFFECTS = 7
+"""Effects on the shared model: its creation, two passes, a step, an unnamed save and two loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A call with an id, and what makes another of it under the same id."""
+    """A request with an idempotency key, and changes that make it a different request."""
 
     endpoint: str
     body: dict[str, Any]
@@ -49,9 +50,13 @@ class Kind:
 
 
 def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str, Kind]:
-    """In the order in which they are sent; 1 and 2 of the model made the two paths."""
+    """Return the requests in the order of sending.
+
+    Requests 1 and 2 of the model created the two paths.
+    """
     model, session = {"model_id": model_id}, {"session_id": session_id}
     load = {**model, "path": saved}
+
     return {
         "forward": Kind("forward", {**model, "seq_id": 3, "forward_input": PASS}, {"forward_input": OTHER_PASS}),
         "forward_backward": Kind(
@@ -64,6 +69,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
             {**model, "seq_id": 5, "adam_params": {"learning_rate": 0.01}},
             {"adam_params": {"learning_rate": 0.02}},
         ),
+        # Saves and loads.
         "save_weights": Kind("save_weights", {**model, "seq_id": 6, "path": "a"}, {"path": "b"}),
         "save_weights_for_sampler": Kind(
             "save_weights_for_sampler", {**model, "seq_id": 7, "path": "a"}, {"path": "b"}
@@ -77,9 +83,11 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "load_weights with the optimizer": Kind(
             "load_weights", {**load, "seq_id": 10, "optimizer": True}, {"path": saved.replace("start", "elsewhere")}
         ),
+        # This pass is identified by its header.
         "a pass without a number": Kind(
             "forward_backward", {**model, "forward_backward_input": PASS}, {"forward_backward_input": OTHER_PASS}, KEYED
         ),
+        # Creation of models.
         "create_model": Kind(
             "create_model",
             {**session, "model_seq_id": 1, "base_model": PUBLIC_NAME, "lora_config": {"rank": 8}},
@@ -91,6 +99,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "create_model_from_state that is not there": Kind(
             "load_weights", {**session, "model_seq_id": 3, "path": f"{saved}-not"}, {"path": saved}
         ),
+        # Sampling sessions.
         "create_sampling_session": Kind(
             "create_sampling_session",
             {**session, "sampling_session_seq_id": 2, "base_model": PUBLIC_NAME},
@@ -101,6 +110,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
             {**session, "sampling_session_seq_id": 3, "model_path": sampler},
             {"model_path": None, "base_model": PUBLIC_NAME},
         ),
+        # Samples.
         "asample": Kind(
             "asample", {**ASKED, "sampling_session_id": f"{session_id}:sample:0", "seq_id": 0}, OTHER_PROMPT
         ),
@@ -112,8 +122,8 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
 
 
 @dataclass(slots=True)
-class Life:
-    """The responses of one API and engine by kind: acknowledgements, the refusal of another request, the result."""
+class Responses:
+    """The responses of one server by kind: acknowledgements, the refusal of a changed request, and the result."""
 
     acknowledged: dict[str, list[Any]] = field(default_factory=dict)
     refusals: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +131,7 @@ class Life:
     num_requests: int = 0
     effects: dict[str, int] = field(default_factory=dict)
 
-    def meet(self, server: Server, sent: dict[str, Kind]) -> None:
+    def send_all(self, server: Server, sent: dict[str, Kind]) -> None:
         for name, kind in sent.items():
             first = kind.post(server)
             assert first.status_code == HTTPStatus.OK, (name, first.text)
@@ -135,23 +145,26 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Lives:
+class RestartResponses:
     """The responses before and after the restart."""
 
-    before: Life
-    after: Life
+    before: Responses
+    after: Responses
 
 
 @contextmanager
-def serving(directory: Path, **of_engine: Any) -> Iterator[Server]:
+def run_server(directory: Path, **engine_options: Any) -> Iterator[Server]:
     base_model, backend = small_backend("fake", directory)
     common: Any = {"data_dir": directory, "base_model": base_model, "served_model_name": PUBLIC_NAME}
-    with live_api(ApiSettings(port=0, **common)) as server, live_engine(EngineSettings(**common, **of_engine), backend):
+    with (
+        live_api(ApiSettings(port=0, **common)) as server,
+        live_engine(EngineSettings(**common, **engine_options), backend),
+    ):
         yield server
 
 
 def prepare(server: Server) -> dict[str, Kind]:
-    """A model, a checkpoint and a sampling session for all that follows."""
+    """Create the model, the checkpoint and the sampling session that all requests use."""
     session_id = server.session()
     model_id = server.model(session_id)
     saved = server.result(server.post("save_weights", model_id=model_id, path="start", seq_id=1))
@@ -169,55 +182,57 @@ def drop_unnamed(tx: Session) -> None:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> RestartResponses:
     directory = tmp_path_factory.mktemp("lives")
-    lives = Lives(Life(), Life())
-    with serving(directory) as server:
+    lives = RestartResponses(Responses(), Responses())
+    with run_server(directory) as server:
         sent = prepare(server)
-        lives.before.meet(server, sent)
-        taken = sent["create_sampling_session"].post(server, sampling_session_seq_id=1)
-        assert taken.status_code == HTTPStatus.BAD_REQUEST, "an unnamed save made that one"
+        lives.before.send_all(server, sent)
+        refused = sent["create_sampling_session"].post(server, sampling_session_seq_id=1)
+        assert refused.status_code == HTTPStatus.BAD_REQUEST, "an unnamed save created this session"
         server.store.write(drop_unnamed)
-    with serving(directory) as server:
-        lives.after.meet(server, sent)
+    with run_server(directory) as server:
+        lives.after.send_all(server, sent)
     return lives
 
 
 @pytest.mark.parametrize("name", list(kinds("", "", "", "")))
-def test_idempotency_key_identifies_one_request(lives: Lives, name: str) -> None:
+def test_idempotency_key_identifies_one_request(lives: RestartResponses, name: str) -> None:
     acknowledged = lives.before.acknowledged[name] + lives.after.acknowledged[name]
-    assert all(each == acknowledged[0] for each in acknowledged), acknowledged
+    assert all(response == acknowledged[0] for response in acknowledged), acknowledged
     assert lives.before.results[name] == lives.after.results[name]
     for refusal in (lives.before.refusals[name], lives.after.refusals[name]):
         assert refusal.status_code == HTTPStatus.BAD_REQUEST, refusal.text
         assert "used for another request" in refusal.text or "in use for other weights" in refusal.text
 
 
-def test_duplicates_are_stored_and_executed_once(lives: Lives) -> None:
+def test_duplicates_are_stored_and_executed_once(lives: RestartResponses) -> None:
     with_future = [name for name, result in lives.before.results.items() if result is not None]
-    assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, "and three to prepare"
-    assert lives.before.effects == lives.after.effects == {"0": EFFECTS_OF_ALL, "1": 1, "2": 1}
+    assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, (
+        "and three requests that prepare the test"
+    )
+    assert lives.before.effects == lives.after.effects == {"0": NUM_SHARED_EFFECTS, "1": 1, "2": 1}
 
 
-def test_only_the_expected_request_fails(lives: Lives) -> None:
+def test_only_the_expected_request_fails(lives: RestartResponses) -> None:
     failed = {name for name, result in lives.before.results.items() if result is not None and "error" in result}
     assert failed == {"create_model_from_state that is not there"}
 
 
 def test_sequence_number_of_a_pruned_request_returns_410(tmp_path: Path) -> None:
     soon = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.02}
-    with serving(tmp_path, snapshot_interval_s=0.02, **soon) as server:
+    with run_server(tmp_path, snapshot_interval_s=0.02, **soon) as server:
         body: dict[str, Any] = {"model_id": server.model(), "adam_params": {"learning_rate": 0.01}}
         first = server.post("optim_step", **body, seq_id=1)
         assert "error" not in server.result(first)
 
-        def posted_until_refused() -> httpx.Response | None:
+        def post_until_refused() -> httpx.Response | None:
             again = server.post("optim_step", **body, seq_id=1)
             if again.status_code != HTTPStatus.OK:
                 return again
             assert again.json() == first.json()
 
-        again = until(posted_until_refused)
+        again = until(post_until_refused)
         assert again is not None
         other = server.post("optim_step", **{**body, "adam_params": {}}, seq_id=1)
         for refused in (again, other):

@@ -1,4 +1,4 @@
-"""A hostile tenant does not change the results of another tenant, bitwise."""
+"""A hostile tenant does not change the results of another tenant, compared bitwise."""
 
 import math
 import time
@@ -32,9 +32,13 @@ def datum(tokens: list[int], name: str, values: list[float], **more: list[float]
 
 
 def run(stack: LiveStack, name: str, meanwhile: Callable[[], None]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Train a new model and call `meanwhile` before each request; return the losses and the saved arrays."""
+    """Train a new model and call `meanwhile` before each request.
+
+    Returns the losses and the saved arrays.
+    """
     draw = np.random.default_rng(5)
     losses: list[float] = []
+
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
         for _ in range(STEPS):
@@ -46,6 +50,7 @@ def run(stack: LiveStack, name: str, meanwhile: Callable[[], None]) -> tuple[lis
             client.optim_step(types.AdamParams(learning_rate=0.02, weight_decay=0.1)).result()
             losses.append(passed.result().metrics["loss:sum"])
         path = CheckpointPath.parse(client.save_state(name).result().path)
+
     row = stack.server.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
     assert row is not None
     folder = LocalArtifacts(stack.server.settings.data_dir / "artifacts").open(row.artifact_id).path
@@ -66,11 +71,12 @@ def unload(server: Server, model_id: str) -> None:
 
 
 def hostile_calls(service: tinker.ServiceClient, server: Server) -> Iterator[Callable[[], Any]]:
-    """Yield calls with harmful input; each returns a future or None."""
+    """Yield calls with harmful input. Each call returns a future or None."""
     tokens = [3, 4, 5, 6]
     far = datum(tokens, "advantages", [1e30, -1e30, 1e38], logprobs=[-1e30, 0.0, 1e30])
     absurd = types.AdamParams(learning_rate=1e30, weight_decay=1.0)
     client = service.create_lora_training_client(BASE_MODEL, rank=16, seed=1).result()
+
     yield lambda: client.forward_backward([datum(tokens, "weights", [math.nan, math.inf, -1e38])], "cross_entropy")
     yield lambda: client.forward_backward([datum([3, VOCAB_SIZE + 7, 9], "weights", [1.0, 1.0])], "cross_entropy")
     yield lambda: client.optim_step(absurd)
@@ -80,6 +86,7 @@ def hostile_calls(service: tinker.ServiceClient, server: Server) -> Iterator[Cal
     yield lambda: client.forward_backward([datum(tokens, "weights", [1e30, 1.0, 1.0])], "cross_entropy")
     yield lambda: client.optim_step(types.AdamParams(learning_rate=1e30, weight_decay=1.0, grad_clip_norm=1e-30))
     yield lambda: client.save_state("broken")
+
     yield (
         lambda: (
             client.save_weights_and_get_sampling_client()
@@ -91,6 +98,7 @@ def hostile_calls(service: tinker.ServiceClient, server: Server) -> Iterator[Cal
             )
         )
     )
+
     yield lambda: client.load_state_with_optimizer(f"tinker://{client.model_id}/weights/broken")
     yield lambda: client.load_state("tinker://unknown:train:0/weights/none")
     yield lambda: delete(server, client.save_state("deleted").result().path)
@@ -102,6 +110,7 @@ def hostile_calls(service: tinker.ServiceClient, server: Server) -> Iterator[Cal
 def test_hostile_tenant_does_not_change_results_of_another(stack: LiveStack) -> None:
     losses, arrays = run(stack, "alone", lambda: None)
     outcomes: list[str] = []
+
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         started: list[Any] = []
         attacks = hostile_calls(service, stack.server)
@@ -113,6 +122,7 @@ def test_hostile_tenant_does_not_change_results_of_another(stack: LiveStack) -> 
                 outcomes.append("done")
             except tinker.RequestFailedError as error:
                 outcomes.append(str(error))
+
     assert len(outcomes) == 2 * STEPS and next(attacks, None) is None, "every hostile call was made and answered"
     assert "done" in outcomes and any("tok" in outcome for outcome in outcomes), outcomes
     assert outcomes[-4:-1] == ["done"] * 3 and "unload" in outcomes[-1], "two checkpoints and the model were deleted"

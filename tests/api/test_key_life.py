@@ -1,4 +1,4 @@
-"""The end of a key: what it has opened ends with it."""
+"""When a key expires or is revoked, its open polls and download URLs end."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
 
 
 def new_key(stack: LiveStack) -> tuple[dict[str, str], int]:
-    """Return the header of a new key of Ann's, and its number."""
+    """Create a key for Ann and return its header and its number."""
     key, row = stack.server.store.write(
         lambda tx: keys.create(tx, owner="ann", scope="user", name="k", note="", now=1.0)
     )
@@ -55,8 +55,10 @@ def test_held_poll_ends_with_its_key(stack: LiveStack, endpoint: str, end: Calla
         sampling_session_seq_id=0,
         base_model=PUBLIC_NAME,
     ).json()["sampling_session_id"]
+
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     params = {"max_tokens": 100, "stop": [], "seed": 1}
+
     queued = post(
         stack,
         headers,
@@ -124,6 +126,7 @@ def test_download_url_of_another_owner_ends_when_the_checkpoint_is_unpublished(s
     stack.server.client.headers.update(headers)
     run = stack.server.model()
     stack.server.result(stack.server.post("save_weights_external", model_id=run, seq_id=1, path="a"))
+
     stack.server.client.headers.pop("X-API-Key")
     place = f"/api/v1/training_runs/{run}/checkpoints/external_weights/a"
     bob, _ = stack.server.store.write(lambda tx: keys.create(tx, owner="bob", scope="user", name="", note="", now=1.0))

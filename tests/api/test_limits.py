@@ -1,4 +1,4 @@
-"""Bodies, metadata and names have limits, which differ by route; an error names the field."""
+"""Bodies, metadata and names have limits that depend on the route. An error names the field."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every route, unauthenticated, as another owner and as an admin; a new route must be classified here."""
+"""Every route without a key, as another owner and as an admin. A new route must be classified here."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,12 @@ NO_SUCH_SESSION = "session-" + "0" * 32
 
 
 def address(path: str) -> str:
-    """Return where a route is served: those of other protocols have a prefix of their own."""
+    """Return the path of a route. Routes of other protocols have their own prefix."""
     return f"/{path}" if path.startswith(("openapi", "metrics", "trackio/")) else f"/api/v1/{path}"
 
 
 def window_of_now() -> str:
-    """Return the query of the usage from an hour ago until an hour after this one."""
+    """Return a query for the usage of the previous, the current and the next hour."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     start, end = hour - timedelta(hours=1), hour + timedelta(hours=2)
     return f"starting_on={start:%Y-%m-%dT%H:00:00Z}&ending_before={end:%Y-%m-%dT%H:00:00Z}"
@@ -61,14 +61,14 @@ class World:
 
 
 @dataclass(frozen=True)
-class Thing:
-    """A call that names a row of Ann's."""
+class RowRequest:
+    """A request that names one of Ann's rows."""
 
     route: str
     path: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     is_silent: bool = False
-    """The response does not show whether the row exists."""
+    """If true, the response does not show whether the row exists."""
     admin_status: int = 200
     missing_status: int = 404
 
@@ -78,8 +78,8 @@ class Thing:
 
 
 OPEN = {
-    "GET openapi.json",  # documentation of the software, no data of users
-    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/server/monitoring/test_metrics.py
+    "GET openapi.json",  # describes the software, without user data
+    "GET metrics",  # needs no key from this machine, see tests/unit/server/monitoring/test_metrics.py
     "GET healthz",
     "GET livez",
     "GET trackio/version",
@@ -91,7 +91,7 @@ PAGES = {
     *(f"{method} {path}" for table in TABLES for method, path, _ in table.entries),
     *("POST /console/chat", "POST /console/render", "POST /console/score"),
 }
-"""The console, which `test_console_access` and `test_playground` walk."""
+"""Pages and routes of the console, which `test_console_access` and `test_playground` test."""
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
@@ -99,14 +99,14 @@ COMMON = {
     *("GET {path:path}", "POST {path:path}", "PUT {path:path}"),
     *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
-"""Routes that give the same response to every caller with a key."""
+"""Routes that send the same response to every caller with a key."""
 FOR_ADMINS = {"GET audit"}
-"""Routes that refuse other keys; `tests/api/test_audit.py` tests them."""
+"""Routes for admins only; `tests/api/test_audit.py` tests them."""
 OTHER_APIS = {
     *("POST completions", "POST chat/completions", "GET models", "GET models/{model_id:path}"),
     *("POST messages", "POST messages/count_tokens"),
 }
-"""Routes of the OpenAI and Anthropic endpoints below other prefixes; `test_chat.py` tests whose rows they use."""
+"""Other prefixes of the OpenAI and Anthropic endpoints; `test_chat.py` tests the owners of the rows they use."""
 PREFIXES = "/oai/api/v1", "/anthropic/api/v1", "/api/v1", "/v1"
 LISTS = {
     "GET sessions": "sessions?access_scope=accessible",
@@ -119,11 +119,11 @@ LISTS = {
 }
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 THINGS = [
-    Thing("POST session_heartbeat", body={"session_id": "{session}"}),
-    Thing("GET sessions/{session_id}", "sessions/{session}"),
-    Thing("GET sessions/{session_id}/trace_export", "sessions/{session}/trace_export"),
-    Thing("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
-    Thing(
+    RowRequest("POST session_heartbeat", body={"session_id": "{session}"}),
+    RowRequest("GET sessions/{session_id}", "sessions/{session}"),
+    RowRequest("GET sessions/{session_id}/trace_export", "sessions/{session}/trace_export"),
+    RowRequest("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
+    RowRequest(
         "POST create_model",
         body={
             "session_id": "{session}",
@@ -132,47 +132,51 @@ THINGS = [
             "lora_config": {"rank": 8},
         },
     ),
-    Thing("POST get_info", body={"model_id": "{run}"}),
-    Thing("POST forward_backward", body={"model_id": "{run}", "seq_id": 101}),
-    Thing("POST forward", body={"model_id": "{run}", "seq_id": 102}),
-    Thing("POST optim_step", body={"model_id": "{run}", "seq_id": 103}),
-    Thing("POST save_weights", body={"model_id": "{run}", "seq_id": 104, "path": "x"}),
-    Thing("POST save_weights_for_sampler", body={"model_id": "{run}", "seq_id": 105, "path": "x"}),
-    Thing("POST save_weights_external", body={"model_id": "{run}", "seq_id": 106, "path": "x"}),
-    Thing("POST load_weights", body={"model_id": "{run}", "seq_id": 107, "path": "{state}"}),
-    Thing("POST load_weights", body={"session_id": "{session}", "model_seq_id": 9, "path": "{state}"}),
-    Thing("POST weights_info", body={"tinker_path": "{state}"}),
-    Thing("POST copy_weights", body={"session_id": "{session}", "model_seq_id": 10, "source_path": "{state}"}),
-    Thing(
+    RowRequest("POST get_info", body={"model_id": "{run}"}),
+    RowRequest("POST forward_backward", body={"model_id": "{run}", "seq_id": 101}),
+    RowRequest("POST forward", body={"model_id": "{run}", "seq_id": 102}),
+    RowRequest("POST optim_step", body={"model_id": "{run}", "seq_id": 103}),
+    RowRequest("POST save_weights", body={"model_id": "{run}", "seq_id": 104, "path": "x"}),
+    RowRequest("POST save_weights_for_sampler", body={"model_id": "{run}", "seq_id": 105, "path": "x"}),
+    RowRequest("POST save_weights_external", body={"model_id": "{run}", "seq_id": 106, "path": "x"}),
+    RowRequest("POST load_weights", body={"model_id": "{run}", "seq_id": 107, "path": "{state}"}),
+    RowRequest("POST load_weights", body={"session_id": "{session}", "model_seq_id": 9, "path": "{state}"}),
+    RowRequest("POST weights_info", body={"tinker_path": "{state}"}),
+    RowRequest("POST copy_weights", body={"session_id": "{session}", "model_seq_id": 10, "source_path": "{state}"}),
+    RowRequest(
         "POST create_sampling_session",
         body={"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": PUBLIC_NAME},
     ),
-    Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
-    Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
-    Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
-    Thing("POST retrieve_future", body={"request_id": "{request}"}, missing_status=410),  # as for a pruned future
-    Thing(
+    RowRequest("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
+    RowRequest("GET samplers/{sampler_id}", "samplers/{sampling}"),
+    RowRequest("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
+    RowRequest(
+        "POST retrieve_future", body={"request_id": "{request}"}, missing_status=410
+    ),  # the same status as for a pruned future
+    RowRequest(
         "POST retrieve_futures",
         body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
     ),
-    Thing("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
-    Thing("GET training_runs/{run_id}", "training_runs/{run}"),
-    Thing("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
-    Thing("POST training_runs/{run_id}/metrics", "training_runs/{run}/metrics", {"step": 1, "metrics": {"a": 1}}),
-    Thing("GET training_runs/{run_id}/metrics", "training_runs/{run}/metrics"),
-    Thing("GET logged_runs/{logged_run_id}/metrics", "logged_runs/1/metrics"),
-    Thing("PUT logged_runs/{logged_run_id}/training_run", "logged_runs/1/training_run", {"training_run_id": "{run}"}),
-    Thing(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
-    Thing(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
-    Thing(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
-    Thing(
+    RowRequest("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
+    RowRequest("GET training_runs/{run_id}", "training_runs/{run}"),
+    RowRequest("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
+    RowRequest("POST training_runs/{run_id}/metrics", "training_runs/{run}/metrics", {"step": 1, "metrics": {"a": 1}}),
+    RowRequest("GET training_runs/{run_id}/metrics", "training_runs/{run}/metrics"),
+    RowRequest("GET logged_runs/{logged_run_id}/metrics", "logged_runs/1/metrics"),
+    RowRequest(
+        "PUT logged_runs/{logged_run_id}/training_run", "logged_runs/1/training_run", {"training_run_id": "{run}"}
+    ),
+    RowRequest(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    RowRequest(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    RowRequest(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
+    RowRequest(
         f"GET {CHECKPOINT}/external_weights_urls",
         "training_runs/{run}/checkpoints/external_weights/external/external_weights_urls",
     ),
-    Thing(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
-    Thing(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
-    Thing("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
-    Thing("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
+    RowRequest(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
+    RowRequest(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
+    RowRequest("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
+    RowRequest("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
 ]
 
 
@@ -185,6 +189,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         server.client.headers["X-API-Key"] = ann
         session = server.session()
         run = server.model(session)
+
         saved = server.post("save_weights", model_id=run, seq_id=1, path="state")
         state = str(server.result(saved)["path"])
         server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
@@ -194,6 +199,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
         logged = server.post(f"training_runs/{run}/metrics", step=1, metrics={"reward": 0.5})
         assert logged.json() == {"is_new": True}
+
         del server.client.headers["X-API-Key"]
         world.names.update(
             session=session,
@@ -206,18 +212,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
 
 
-def routes_of(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iterator[str]:
-    """Yield all routes; some FastAPI releases keep included routers nested, others flatten them."""
+def list_routes(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iterator[str]:
+    """Yield the names of all routes.
+
+    Included routers are nested in some FastAPI releases and flattened in other releases.
+    """
     for route in routes:
         router = getattr(route, "original_router", None)
         if router is not None:
-            yield from routes_of(router.routes, is_included=True)
+            yield from list_routes(router.routes, is_included=True)
         else:
-            assert isinstance(route, Route), f"what is {route}?"
+            assert isinstance(route, Route), f"unknown kind of route: {route}"
             for method in (route.methods or set()) - {"HEAD"}:
-                prefix = next((each for each in PREFIXES if route.path.startswith(f"{each}/")), "")
+                prefix = next((candidate for candidate in PREFIXES if route.path.startswith(f"{candidate}/")), "")
                 name = f"{method} {route.path}"
-                # Pages have the paths of Tinker's console, so that some differ from routes by the prefix alone.
+                # Pages have the paths of Tinker's console; some differ from API routes only by the
+                # prefix.
                 yield (
                     name
                     if name in PAGES and not is_included
@@ -228,7 +238,7 @@ def routes_of(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iter
 def test_every_route_is_classified(world: World) -> None:
     classes = [OPEN, COMMON, FOR_ADMINS, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
     assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
-    assert set(routes_of(world.server.api.app.routes)) == set().union(*classes)
+    assert set(list_routes(world.server.api.app.routes)) == set().union(*classes)
 
 
 @pytest.mark.parametrize("route", sorted(OPEN))
@@ -253,7 +263,7 @@ def test_common_routes_show_no_data_of_other_owners(world: World, route: str) ->
         answer = world.call(key, method, path)
         assert answer.status_code in (200, 204, 404) and world.names["session"] not in answer.text
         if answer.status_code == 404:
-            assert "not offered" in answer.json()["detail"]
+            assert "does not evaluate custom losses" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("route", sorted(LISTS))
@@ -268,7 +278,7 @@ def test_lists_contain_only_visible_rows(world: World, route: str) -> None:
 
 
 @pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.route)
-def test_rows_of_another_owner_return_404(world: World, thing: Thing) -> None:
+def test_rows_of_another_owner_return_404(world: World, thing: RowRequest) -> None:
     ann, missing = world.names["session"], NO_SUCH_SESSION
     path = thing.path or thing.route.split()[1]
     body = world.about(thing.body, ann)

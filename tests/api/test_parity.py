@@ -1,4 +1,4 @@
-"""Every endpoint that the SDK calls answers with success to a request that makes sense."""
+"""Every endpoint that the SDK calls succeeds for a valid request."""
 
 import ast
 import re
@@ -39,7 +39,7 @@ class Client:
         made = self.http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"})
         self.session = made.json()["session_id"]
         self.num_training, self.last_future, self.samples = 0, "", 0
-        self.run = self.future("/create_model", **self.of_session, base_model=PUBLIC_NAME, lora_config={"rank": 4})
+        self.run = self.future("/create_model", **self.first_model, base_model=PUBLIC_NAME, lora_config={"rank": 4})
         for kind, path in (("weights", "/save_weights"), ("external_weights", "/save_weights_external")):
             self.future(path, **self.next(), path=kind)
         self.kept = f"tinker://{self.run}/weights/weights"
@@ -47,15 +47,15 @@ class Client:
         self.sampler = made["sampling_session_id"]
 
     @property
-    def of_session(self) -> dict[str, object]:
-        """The first model of the session."""
+    def first_model(self) -> dict[str, object]:
+        """The fields that identify the first model of the session."""
         return {"session_id": self.session, "model_seq_id": 0}
 
     def sampling(self, number: int) -> dict[str, object]:
         return {"session_id": self.session, "sampling_session_seq_id": number, "base_model": PUBLIC_NAME}
 
     def next(self) -> dict[str, object]:
-        """The next request of the run."""
+        """Return the fields that identify the next request of the run."""
         self.num_training += 1
         return {"model_id": self.run, "seq_id": self.num_training}
 
@@ -64,9 +64,9 @@ class Client:
         return {**SAMPLE, "sampling_session_id": self.sampler, "seq_id": self.samples}
 
     def call(self, method: str, path: str, /, **body: object) -> httpx.Response:
-        """Call an endpoint; a GET has its fields in the query. Fails unless it succeeds."""
+        """Call an endpoint and assert success. A GET request sends its fields in the query."""
         given = {"params": body} if method == "GET" else {"json": body} if body else {}
-        # The SDK marks each call, so that a repeated one has no second effect.
+        # The SDK sends a key with each call, so that a repeated call has no second effect.
         headers = {"X-Idempotency-Key": f"{self.session}{path}"}
         answer = self.http.request(method, path.lstrip("/"), headers=headers, **given)  # type: ignore[arg-type]
         assert answer.status_code in (200, 204, 302), (method, path, answer.status_code, answer.text)
@@ -83,7 +83,10 @@ class Client:
                 return answer.json()
 
     def future(self, path: str, /, **body: object) -> str:
-        """Call an endpoint that answers with a future, and wait for its result; return the id of a model it has."""
+        """Call an endpoint that returns a future and wait for the result.
+
+        Returns the model id, if there is one.
+        """
         made = self.json("POST", path, **body)
         self.last_future = made["request_id"]
         self.result(self.last_future)
@@ -97,6 +100,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         run_id=client.run, session_id=client.session, sampler_id=client.sampler, kind=kind, name=kind
     )
     today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+
     bodies: dict[str, dict[str, object]] = {
         "POST /client/config": {"sdk_version": "0.38.0"},
         "POST /client/dynamic_config": {"sdk_version": "0.38.0"},
@@ -104,8 +108,9 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         "POST /session_heartbeat": {"session_id": client.session},
         "POST /sessions/{session_id}/finish": {"reason": {"type": "success"}},
         "POST /telemetry": {"events": [], "platform": "linux", "sdk_version": "0.38.0", "session_id": client.session},
-        "POST /create_model": {**client.of_session, "base_model": PUBLIC_NAME, "lora_config": {"rank": 4}},
+        "POST /create_model": {**client.first_model, "base_model": PUBLIC_NAME, "lora_config": {"rank": 4}},
         "POST /get_info": {"model_id": client.run},
+        # Sampling and futures.
         "POST /create_sampling_session": client.sampling(1),
         "POST /join_sampling_session": {"sampling_session_id": client.sampler},
         "POST /retrieve_futures": {
@@ -115,6 +120,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         },
         "POST /retrieve_future": {"request_id": client.last_future},
         "POST /cancel_future": {"request_id": "none"},
+        # Checkpoints, projects and usage.
         f"PUT {CHECKPOINT}/ttl": {"ttl_seconds": 7200},
         "POST /weights_info": {"tinker_path": client.kept},
         "POST /copy_weights": {"source_path": client.kept, "destination_project_id": "p"},
@@ -126,6 +132,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
             "ending_before": (today + timedelta(days=1)).isoformat(),
         },
     }
+
     futures: dict[str, dict[str, object]] = {
         "/forward_backward": {"forward_backward_input": PASS},
         "/forward": {"forward_input": PASS},
@@ -136,6 +143,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         "/load_weights": {"path": client.kept, "optimizer": True},
         "/unload_model": {},
     }
+
     if endpoint.path in futures:
         client.future(path, **client.next(), **futures[endpoint.path])
     elif endpoint.path == "/asample":
@@ -150,17 +158,19 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
 
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 CUSTOM_LOSS = "/create_custom_loss"
-"""The endpoint that the fake backend does not offer."""
+"""The endpoint that the fake backend does not support."""
 REVOKE = SdkEndpoint("DELETE", "/auth/apikey/me", "0.30+", "`tinker auth logout`")
-"""The endpoint that needs a key, and ends it."""
+"""The endpoint that needs a key and revokes it."""
 
 
 @pytest.mark.parametrize(
     ("stack", "endpoint"),
     [
-        pytest.param("jax" if each.path == CUSTOM_LOSS else "fake", each, id=f"{each.method} {each.path}")
-        for each in SDK_ENDPOINTS
-        if each != REVOKE
+        pytest.param(
+            "jax" if endpoint.path == CUSTOM_LOSS else "fake", endpoint, id=f"{endpoint.method} {endpoint.path}"
+        )
+        for endpoint in SDK_ENDPOINTS
+        if endpoint != REVOKE
     ],
     indirect=["stack"],
     scope="package",
@@ -186,7 +196,10 @@ def test_the_last_endpoint_of_the_sdk_revokes_a_key(tmp_path: Path) -> None:
 
 
 def sdk_paths() -> Iterator[tuple[str, str]]:
-    """Yield the paths that the installed SDK calls, with the place; names of parameters are left out."""
+    """Yield each path that the installed SDK calls, and its file and line.
+
+    Parameter names are removed.
+    """
     root = Path(tinker.__file__).parent
     for file in root.rglob("*.py"):
         if file.name.endswith("_test.py"):
@@ -200,8 +213,10 @@ def sdk_paths() -> Iterator[tuple[str, str]]:
 
 
 def test_the_table_has_every_path_of_the_installed_sdk() -> None:
-    # The SDK writes a checkpoint as one parameter, which has two segments: its kind and its name.
-    known = {re.sub(r"\{.*?\}", "{}", each.path.replace("{kind}/{name}", "{checkpoint}")) for each in SDK_ENDPOINTS}
+    # The SDK writes a checkpoint as one parameter, but the path has two segments: kind and name.
+    known = {
+        re.sub(r"\{.*?\}", "{}", endpoint.path.replace("{kind}/{name}", "{checkpoint}")) for endpoint in SDK_ENDPOINTS
+    }
     found = dict(sdk_paths())
     assert len(found) >= 40
     assert {path: place for path, place in found.items() if path not in known} == {}

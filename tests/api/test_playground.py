@@ -1,4 +1,4 @@
-"""The playground's routes: replies equal those of the SDK, and only the visitor of a page may call them."""
+"""The playground's routes: replies equal the SDK's samples, and only the page's visitor may call the routes."""
 
 import json
 import math
@@ -55,11 +55,12 @@ def ann(world: ConsoleWorld, ann_key: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def run(world: ConsoleWorld, ann_key: str) -> str:
-    """A run of Ann's with one optimizer step and two sampler checkpoints, "first" and "second"."""
+    """Create one of Ann's runs with one optimizer step and two sampler checkpoints, "first" and "second"."""
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},  # pyright: ignore
     )
+
     with tinker.ServiceClient(base_url=world.server.url, api_key=ann_key) as service:
         client = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         client.save_weights_for_sampler("first").result()
@@ -76,12 +77,14 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: ")]
 
 
-def tokens_of(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    return [token for each in found if each["type"] == "delta" and each["index"] == index for token in each["tokens"]]
+def get_tokens(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    return [
+        token for event in found if event["type"] == "delta" and event["index"] == index for token in event["tokens"]
+    ]
 
 
-def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
-    return "".join(each["text"] for each in found if each["type"] == "delta" and each["index"] == index)
+def get_text(found: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(event["text"] for event in found if event["type"] == "delta" and event["index"] == index)
 
 
 def test_a_reply_is_the_sdks_sample_with_its_log_probabilities(
@@ -93,20 +96,22 @@ def test_a_reply_is_the_sdks_sample_with_its_log_probabilities(
         prompt = found[0]
         assert prompt["type"] == "prompt" and prompt["text"] == RENDERED == "".join(prompt["texts"])
         assert prompt["tokens"] == TOKENIZER.encode(RENDERED, add_special_tokens=False).ids
+
         with tinker.ServiceClient(base_url=world.server.url, api_key=ann_key) as service:
             client = service.create_sampling_client(**named).result()
             params = types.SamplingParams(max_tokens=12, seed=3, temperature=0.8, top_p=0.9, stop=prompt["stop"])
             drawn = client.sample(
                 types.ModelInput.from_ints(prompt["tokens"]), 2, params, topk_sample_logprobs=5
             ).result()
+
         for index, sequence in enumerate(drawn.sequences):
-            tokens = tokens_of(found, index)
-            assert [each["id"] for each in tokens] == list(sequence.tokens)
-            assert [each["logprob"] for each in tokens] == sequence.logprobs
-            assert all(len(each["top"]) >= 5 and each["top"][0][2] >= each["top"][4][2] for each in tokens)
-            (finish,) = [each for each in found if each["type"] == "finish" and each["index"] == index]
+            tokens = get_tokens(found, index)
+            assert [token["id"] for token in tokens] == list(sequence.tokens)
+            assert [token["logprob"] for token in tokens] == sequence.logprobs
+            assert all(len(token["top"]) >= 5 and token["top"][0][2] >= token["top"][4][2] for token in tokens)
+            (finish,) = [event for event in found if event["type"] == "finish" and event["index"] == index]
             assert finish["count"] == len(sequence.tokens) and finish["reason"] == sequence.stop_reason
-            assert text_of(found, index) == TOKENIZER.decode(list(sequence.tokens))
+            assert get_text(found, index) == TOKENIZER.decode(list(sequence.tokens))
 
 
 def test_the_prompt_tells_the_path_of_its_weights(ann: Browser, run: str) -> None:
@@ -124,7 +129,7 @@ def test_thinking_is_a_variable_of_the_template_and_no_key_is_needed_where_none_
     )
     with live_api(settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         visitor = Browser(client)
-        assert setup_of(visitor.get("/playground").text)["has_thinking"]
+        assert read_setup(visitor.get("/playground").text)["has_thinking"]
         texts = [
             visitor.call(RENDER, {"model": "fake", "messages": TALK} | thinking).json()["text"]
             for thinking in ({}, {"thinking": True}, {"thinking": False})
@@ -139,24 +144,27 @@ def test_the_texts_of_tokens_joined_are_the_text(ann: Browser) -> None:
     assert "".join(prompt["texts"]) == text and "" in prompt["texts"] and prompt["stop"] == []
     reply = TOKENIZER.encode(text).ids
     tokens = ann.call(SCORE, SCORED | {"reply_tokens": reply}).json()["tokens"]
-    assert "".join(each["text"] for each in tokens) == text
-    assert all(bytes.fromhex(each["bytes"]) for each in tokens if not each["text"])
-    assert all(isinstance(other, int) and isinstance(shown, str) for each in tokens for other, shown, _ in each["top"])
+    assert "".join(token["text"] for token in tokens) == text
+    assert all(bytes.fromhex(token["bytes"]) for token in tokens if not token["text"])
+    assert all(
+        isinstance(other, int) and isinstance(shown, str) for token in tokens for other, shown, _ in token["top"]
+    )
 
 
 def test_a_score_equals_the_sdks_log_probabilities(world: ConsoleWorld, ann: Browser, ann_key: str, run: str) -> None:
     path = f"tinker://{run}/sampler_weights/second"
     prompt, reply = [5, 6, 7], [8, 9, 10, 11]
     scores: list[list[float]] = []
+
     for model, named in ((PUBLIC_NAME, {"base_model": PUBLIC_NAME}), (path, {"model_path": path})):
         tokens = ann.call(SCORE, {"model": model, "prompt_tokens": prompt, "reply_tokens": reply}).json()["tokens"]
         with tinker.ServiceClient(base_url=world.server.url, api_key=ann_key) as service:
             client = service.create_sampling_client(**named).result()
             expected = client.compute_logprobs(types.ModelInput.from_ints(prompt + reply)).result()
-        assert [each["id"] for each in tokens] == reply
-        scores.append([each["logprob"] for each in tokens])
+        assert [token["id"] for token in tokens] == reply
+        scores.append([token["logprob"] for token in tokens])
         assert scores[-1] == pytest.approx(expected[len(prompt) :], abs=1e-5)
-        assert all(token in [top[0] for top in each["top"]] for token, each in zip(reply, tokens, strict=True))
+        assert all(token in [top[0] for top in scored["top"]] for token, scored in zip(reply, tokens, strict=True))
     assert scores[0] != scores[1], "training moved the model"
 
 
@@ -165,7 +173,7 @@ def test_a_reply_can_be_prefilled_and_raw_prompts_need_no_template(ann: Browser)
     assert started[0]["text"] == RENDERED + "It is"
     raw = events(ann.call(CHAT, {"model": PUBLIC_NAME, "prompt": RENDERED, "max_tokens": 12, "seed": 3}))
     ids = events(ann.call(CHAT, {"model": PUBLIC_NAME, "prompt_tokens": raw[0]["tokens"], "max_tokens": 12, "seed": 3}))
-    assert tokens_of(raw) == tokens_of(ids) == tokens_of(events(ann.call(CHAT, ASK)))
+    assert get_tokens(raw) == get_tokens(ids) == get_tokens(events(ann.call(CHAT, ASK)))
     long = events(ann.call(CHAT, ASK | {"max_tokens": 10_000}))
     assert long[0]["max_tokens"] == CONTEXT - len(long[0]["tokens"])
 
@@ -198,15 +206,16 @@ def test_the_page_offers_base_models_and_own_sampler_checkpoints(world: ConsoleW
     def setup(query: str) -> dict[str, Any]:
         page = ann.get(f"/playground?{query}")
         assert page.status_code == HTTPStatus.OK, page.text
-        return setup_of(page.text)
+        return read_setup(page.text)
 
     first, second = (f"tinker://{run}/sampler_weights/{name}" for name in ("first", "second"))
     found = setup("")
     assert found["models"][0] == PUBLIC_NAME and found["named"] is None and found["has_template"]
-    assert [each["path"] for each in found["checkpoints"]] == [second, first]
+    assert [checkpoint["path"] for checkpoint in found["checkpoints"]] == [second, first]
     assert setup(f"mode=checkpoint&checkpoint={first}")["named"] == first
     assert setup(f"run={run}")["named"] == second
     assert ann.get("/playground?checkpoint=tinker://x/weights/y").status_code == HTTPStatus.NOT_FOUND
+
     with world.browser(world.key("bob")) as bob:
         assert bob.get(f"/playground?checkpoint={first}").status_code == HTTPStatus.NOT_FOUND
         assert run not in bob.get("/playground").text
@@ -216,8 +225,8 @@ def test_the_page_offers_base_models_and_own_sampler_checkpoints(world: ConsoleW
     assert "Open in playground" not in ann.get(f"/checkpoints/{run}/weights/state").text
 
 
-def setup_of(page: str) -> dict[str, Any]:
-    """Return what the page tells its script."""
+def read_setup(page: str) -> dict[str, Any]:
+    """Return the data that the page passes to its script."""
     return json.loads(page.split("data-setup='")[1].split("'")[0])
 
 
@@ -286,10 +295,11 @@ def test_a_strangers_checkpoint_does_not_exist_unless_published(
             hidden = bob.call(path, BODIES[path] | {"model": model})
             missing = bob.call(path, BODIES[path] | {"model": model.replace("first", "none")})
             assert hidden.status_code == missing.status_code == HTTPStatus.NOT_FOUND
+
         page, published = f"/checkpoints/{run}/sampler_weights/first/publish", f"tinker://{run}/sampler_weights/first"
         ann.post(page, {"public": "yes", "form_token": ann.token()})
         assert bob.call(path, BODIES[path] | {"model": published}).status_code == HTTPStatus.OK
-        assert setup_of(bob.get(f"/playground?checkpoint={published}").text)["named"] == published
+        assert read_setup(bob.get(f"/playground?checkpoint={published}").text)["named"] == published
         ann.post(page, {"public": "no", "form_token": ann.token()})
         assert bob.call(path, BODIES[path] | {"model": published}).status_code == HTTPStatus.NOT_FOUND
 
@@ -304,12 +314,14 @@ def test_only_a_page_of_this_server_may_call(world: ConsoleWorld, ann: Browser, 
         answer = reader.call(path, body)
         assert answer.status_code == HTTPStatus.FORBIDDEN and "may not sample" in answer.text
         assert "a key of scope read" in reader.get("/playground").text
+
     with world.browser(world.key("root", "admin")) as root:
         assert root.call(path, body).status_code == HTTPStatus.OK
     with world.browser(ann_key) as other:
         for token in ("", other.token(), "0" * 64):
             answer = ann.call(path, body, **{"X-Form-Token": token})
             assert answer.status_code == HTTPStatus.FORBIDDEN and "earlier console session" in answer.text
+
     for headers in (
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "none"},
@@ -327,7 +339,7 @@ def open_samples(world: ConsoleWorld) -> int:
 
 def test_a_reader_who_leaves_cancels_the_sample(tmp_path: Path) -> None:
     with (
-        console_world(tmp_path, has_tokenizer=True, token_delay_s=0.4) as world,  # 36 s in all
+        console_world(tmp_path, has_tokenizer=True, token_delay_s=0.4) as world,  # a whole reply would take 36 s
         world.browser(world.key("ann")) as ann,
     ):
         body = ASK | {"max_tokens": 90, "n": 2}
@@ -348,6 +360,6 @@ def test_a_model_without_text_takes_token_ids_alone(tmp_path: Path) -> None:
         assert answer.status_code == HTTPStatus.BAD_REQUEST and "tokenizer.json" in answer.json()["detail"]
         found = events(ann.call(CHAT, {"model": PUBLIC_NAME, "prompt_tokens": [1, 2], "max_tokens": 3, "seed": 1}))
         assert found[0]["texts"] == ["", ""] and found[0]["tokens"] == [1, 2]
-        tokens = tokens_of(found)
-        assert len(tokens) == 3 and all(each["text"] == "" and math.isfinite(each["logprob"]) for each in tokens)
-        assert not setup_of(ann.get("/playground").text)["has_tokenizer"]
+        tokens = get_tokens(found)
+        assert len(tokens) == 3 and all(token["text"] == "" and math.isfinite(token["logprob"]) for token in tokens)
+        assert not read_setup(ann.get("/playground").text)["has_tokenizer"]

@@ -1,4 +1,4 @@
-"""A project with members, as its owner, a viewer, an editor, another owner, a stranger and an admin meet it."""
+"""A project with members, for its owner, a viewer, an editor, another owner, a visitor without a key and an admin."""
 
 import re
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ MEMBERS: dict[str, ProjectRole] = {"vera": "viewer", "ed": "editor"}
 
 
 @dataclass
-class Scene:
-    """Ann's run in the project, her run outside it, and a key of everyone."""
+class ProjectScenario:
+    """Ann's run in the project, her run outside it, and a key for each user."""
 
     world: ConsoleWorld
     run_id: str = ""
@@ -28,24 +28,25 @@ class Scene:
     keys: dict[str, str] = field(default_factory=dict[str, str])
 
     def call(self, who: str, method: str, address: str, /, **body: object) -> httpx.Response:
-        """Call an endpoint as someone; `stranger` sends no key."""
+        """Call an endpoint as one of the users; `stranger` sends no key."""
         headers = {} if who == "stranger" else {"X-API-Key": self.keys[who]}
         url = f"{self.world.server.url}/api/v1/{address}"
         return httpx.request(method, url, headers=headers, json=body or None, timeout=30)
 
     def weights(self, name: str = "state") -> str:
-        """The path of Ann's checkpoint in the project."""
+        """Return the path of Ann's checkpoint in the project."""
         return f"tinker://{self.run_id}/weights/{name}"
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProjectScenario]:
     with console_world(tmp_path_factory.mktemp("projects")) as world:
-        scene = Scene(world)
+        scene = ProjectScenario(world)
         scene.keys = {who: world.key(who) for who in ("ann", "vera", "ed", "bob")} | {
             "root": world.key("root", "admin")
         }
         server = world.server
+
         server.client.headers["X-API-Key"] = scene.keys["ann"]
         made = server.post("create_session", tags=[], sdk_version="0.38.0", project_id=PROJECT)
         scene.session_id, scene.private_session = made.json()["session_id"], server.session()
@@ -75,7 +76,7 @@ READS = (
 
 
 @pytest.mark.parametrize("path", READS)
-def test_members_read_what_is_in_the_project_and_nothing_else(scene: Scene, path: str) -> None:
+def test_members_read_what_is_in_the_project_and_nothing_else(scene: ProjectScenario, path: str) -> None:
     inside = path.format(run_id=scene.run_id, session_id=scene.session_id)
     outside = path.format(run_id=scene.private_run, session_id=scene.private_session)
     for who in ("ann", "vera", "ed", "root"):
@@ -86,12 +87,13 @@ def test_members_read_what_is_in_the_project_and_nothing_else(scene: Scene, path
         assert scene.call(who, "GET", outside).status_code == 404, who
 
 
-def test_lists_have_the_project_under_accessible_only(scene: Scene) -> None:
+def test_lists_have_the_project_under_accessible_only(scene: ProjectScenario) -> None:
     for who, sees in (("vera", True), ("ed", True), ("bob", False)):
         assert scene.call(who, "GET", "sessions").json()["sessions"] == []
         wide = scene.call(who, "GET", "sessions?access_scope=accessible").json()["sessions"]
         assert wide == ([scene.session_id] if sees else [])
         assert scene.call(who, "GET", "training_runs").json()["training_runs"] == []
+
         runs = scene.call(who, "GET", "training_runs?access_scope=accessible").json()["training_runs"]
         assert [run["training_run_id"] for run in runs] == ([scene.run_id] if sees else [])
         assert all(run["model_owner"] == "ann" for run in runs)
@@ -103,7 +105,7 @@ def test_lists_have_the_project_under_accessible_only(scene: Scene) -> None:
         }
 
 
-def test_members_use_the_weights(scene: Scene) -> None:
+def test_members_use_the_weights(scene: ProjectScenario) -> None:
     for who, status in (("vera", 200), ("ed", 200), ("bob", 404)):
         assert scene.call(who, "POST", "weights_info", tinker_path=scene.weights()).status_code == status
         session = scene.call(who, "POST", "create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
@@ -120,7 +122,7 @@ def test_members_use_the_weights(scene: Scene) -> None:
         assert scene.call(who, "POST", "copy_weights", **copy).status_code == status
 
 
-def test_only_the_owner_trains(scene: Scene) -> None:
+def test_only_the_owner_trains(scene: ProjectScenario) -> None:
     for who in ("vera", "ed", "bob"):
         for path, body in (
             ("optim_step", {"adam_params": {"learning_rate": 0.1}}),
@@ -129,6 +131,7 @@ def test_only_the_owner_trains(scene: Scene) -> None:
         ):
             answer = scene.call(who, "POST", path, model_id=scene.run_id, seq_id=9, **body)
             assert answer.status_code == 404, (who, path, answer.text)
+
         assert (
             scene.call(who, "POST", f"sessions/{scene.session_id}/finish", reason={"type": "success"}).status_code
             == 404
@@ -139,7 +142,7 @@ def test_only_the_owner_trains(scene: Scene) -> None:
         assert logged.status_code == 404
 
 
-def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
+def test_editors_change_checkpoints_and_viewers_do_not(scene: ProjectScenario) -> None:
     one = f"training_runs/{scene.run_id}/checkpoints/weights/other"
     for method, path, body in (
         ("POST", f"{one}/publish", {}),
@@ -151,6 +154,7 @@ def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
         assert refused.status_code == 403 and "vera is a viewer of its project" in refused.text
         assert scene.call("bob", method, path, **body).status_code == 404
         assert scene.call("ed", method, path, **body).is_success, path
+
     entries = [row for row in scene.world.server.store.read(audit.list_entries) if row.path == scene.weights("other")]
     changes = [(row.event, row.actor) for row in entries if row.event != "checkpoint_create"]
     assert changes == [
@@ -161,7 +165,7 @@ def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
     ]
 
 
-def test_only_editors_assign_sessions_to_a_project_with_members(scene: Scene) -> None:
+def test_only_editors_assign_sessions_to_a_project_with_members(scene: ProjectScenario) -> None:
     for who, status in (("ann", 403), ("vera", 403), ("bob", 403), ("ed", 200), ("root", 200)):
         made = scene.call(who, "POST", "create_session", tags=[], sdk_version="0.38.0", project_id=PROJECT)
         assert made.status_code == status, (who, made.text)
@@ -175,13 +179,14 @@ def test_only_editors_assign_sessions_to_a_project_with_members(scene: Scene) ->
     assert scene.call("ed", "PUT", f"sessions/{scene.private_session}/project", project_id=PROJECT).status_code == 404
 
 
-def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> None:
+def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: ProjectScenario) -> None:
     world = scene.world
     with world.browser(scene.keys["root"]) as root:
         fields = {"form_token": root.token(), "project": PROJECT, "owner": "bob"}
         assert scene.call("bob", "GET", f"sessions/{scene.session_id}").status_code == 404
         assert root.post("/projects", {**fields, "role": "viewer"}).status_code == 303
         assert scene.call("bob", "GET", f"sessions/{scene.session_id}").status_code == 200
+
         archive = scene.call("bob", "GET", f"training_runs/{scene.run_id}/checkpoints/weights/state/archive")
         address = archive.headers["location"]
         assert httpx.get(address).status_code == 200
@@ -191,6 +196,7 @@ def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> Non
         assert root.post("/projects/remove", fields).status_code == 404
         for changes in ({"role": "owner"}, {"role": "viewer", "project": ""}, {"role": "viewer", "owner": "x" * 201}):
             assert root.post("/projects", {**fields, **changes}).status_code == 400
+
     entries = [row for row in world.server.store.read(audit.list_entries) if row.details.get("member") == "bob"]
     assert [(row.event, row.actor, row.details.get("role"), row.details.get("before")) for row in entries] == [
         ("project_member_set", "root", "viewer", None),
@@ -198,14 +204,14 @@ def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> Non
     ]
 
 
-def pages_about(scene: Scene) -> list[str]:
+def pages_about(scene: ProjectScenario) -> list[str]:
     names = {"run_id": scene.run_id, "session_id": scene.session_id, "kind": "weights", "name": "state"}
     paths = [path for table in TABLES for method, path, _ in table.entries if method == "GET" and "{" in path]
     tabs = [f"/training_runs/{scene.run_id}?tab={tab}" for tab in ("samples", "steps", "requests", "config")]
     return [*(re.sub(r"{(\w+)}", lambda found: names[found.group(1)], path) for path in paths), *tabs]
 
 
-def test_pages_of_the_console(scene: Scene) -> None:
+def test_pages_of_the_console(scene: ProjectScenario) -> None:
     for who, sees in (("vera", True), ("ed", True), ("root", True), ("bob", False)):
         with scene.world.browser(scene.keys[who]) as browser:
             for path in pages_about(scene):
@@ -217,8 +223,10 @@ def test_pages_of_the_console(scene: Scene) -> None:
             assert ("Change this checkpoint" in browser.get(f"/checkpoints/{scene.run_id}/weights/state").text) == (
                 who in ("ed", "root")
             )
+
             listed = browser.get("/projects").text
             assert (PROJECT in listed) == sees and ('action="/projects' in listed) == (who == "root")
+
             if who == "vera":
                 fields = {"form_token": browser.token(), "project": PROJECT, "owner": "vera", "role": "editor"}
                 for path in ("/projects", "/projects/remove"):
@@ -228,12 +236,13 @@ def test_pages_of_the_console(scene: Scene) -> None:
                 assert browser.post(f"{page}/publish", {**fields, "public": "yes"}).status_code == 403
                 deleting = {**fields, "path": scene.weights(), "confirmed": "yes"}
                 assert browser.post("/checkpoints/delete", deleting).status_code == 403
+
     with scene.world.browser() as stranger:
         assert stranger.get("/projects").status_code == 303
 
 
-def test_pages_of_teams(scene: Scene) -> None:
-    """Each sees the pages; what others used, and who did what, is for the admin alone."""
+def test_pages_of_teams(scene: ProjectScenario) -> None:
+    """All users see the pages. Only the admin sees the usage of other users and the audit log."""
     for who in ("vera", "ed", "bob", "root"):
         with scene.world.browser(scene.keys[who]) as browser:
             for path in ("/usage?by=owner", "/usage?by=project", "/quotas", "/projects"):
@@ -247,7 +256,7 @@ def test_pages_of_teams(scene: Scene) -> None:
             assert stranger.get(path).status_code == 303
 
 
-def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: Scene) -> None:
+def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: ProjectScenario) -> None:
     logged = {"project": "p", "run": "secret-name", "metrics": {"reward": 1.0}, "step": 1}
     bulk = {"kwargs": {"logs": [{**logged, "run_id": "r1", "log_id": "l1"}]}}
     sent = httpx.post(
@@ -256,6 +265,7 @@ def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: Scene)
         json=bulk,
     )
     assert sent.status_code == 200, sent.text
+
     page = f"/training_runs/{scene.run_id}?tab=config"
     with scene.world.browser(scene.keys["ann"]) as ann, scene.world.browser(scene.keys["vera"]) as vera:
         assert "secret-name" in ann.get(page).text

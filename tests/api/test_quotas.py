@@ -1,4 +1,4 @@
-"""Quotas as the SDK and the programs of others meet them: what is refused, with which words, and what goes on."""
+"""Quotas for the SDK and the OpenAI and Anthropic endpoints: refusals, their messages, and paused requests."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ DATUM = tinker.Datum(
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """A server whose engine looks at the quotas before each turn, not each second."""
+    """A server whose engine measures the quotas before each turn instead of every second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_MEASURE_PERIOD_S", 0.0)
         with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, retrieve_hold_s=0.3) as stack:
@@ -42,7 +42,7 @@ def make_key(stack: LiveStack, owner: str, scope: Any = "user") -> str:
 
 
 def put(stack: LiveStack, subject: str, name: str, value: int | None, over: OverQuota = "wait") -> None:
-    """Set a quota; the engine looks before it reads a request."""
+    """Set a quota. The engine measures it before it reads the next request."""
     about = Subject.parse(subject)
     stack.server.store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time(), over=over))
 
@@ -63,8 +63,9 @@ def test_models_in_training(stack: LiveStack) -> None:
             noa.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         put(stack, "mia", "models_in_training", 2)
         mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+
     put(stack, "mia", "models_in_training", 1)
-    with service(stack, "mia") as mia:  # the models of the finished session do not count
+    with service(stack, "mia") as mia:  # models of the finished session do not count
         mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
 
 
@@ -78,7 +79,8 @@ def test_checkpoint_bytes(stack: LiveStack) -> None:
                 tinker.RequestFailedError, match=r"the checkpoints of kim take [\d,]+ bytes, and the quota is 1"
             ):
                 save("second").result()
-        training.save_weights_and_get_sampling_client().result()  # has no name, and is no checkpoint
+
+        training.save_weights_and_get_sampling_client().result()  # an unnamed save is not a checkpoint
         training.forward_backward([DATUM], "cross_entropy").result()
         rest = tinker.RestClient(base_url=stack.url, api_key=make_key(stack, "kim"))
         refused = copy_weights(stack, "kim", path)
@@ -97,8 +99,8 @@ def copy_weights(stack: LiveStack, owner: str, path: str) -> httpx.Response:
     )
 
 
-def paused(stack: LiveStack, key: str, request_id: str) -> dict[str, Any]:
-    """Poll until the server says that a request waits because of a quota."""
+def wait_until_paused(stack: LiveStack, key: str, request_id: str) -> dict[str, Any]:
+    """Poll until the server reports that a quota pauses a request."""
 
     def poll() -> dict[str, Any] | None:
         answer = httpx.post(
@@ -113,6 +115,7 @@ def paused(stack: LiveStack, key: str, request_id: str) -> dict[str, Any]:
 
 def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: LiveStack) -> None:
     put(stack, "tom", "training_tokens_per_day", 8)
+
     with service(stack, "tom") as tom, stack.recorder.recording() as calls:
         training = tom.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         for _ in range(2):
@@ -123,11 +126,12 @@ def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: 
         rows = stack.server.store.read(lambda tx: list(tx.exec(select(RequestRow).where(RequestRow.owner == "tom"))))
         open_ids = [row.request_id for row in rows if row.status == "open"]
         assert len(open_ids) == 2
+
         for request_id in open_ids:
-            body = paused(stack, make_key(stack, "tom"), request_id)
+            body = wait_until_paused(stack, make_key(stack, "tom"), request_id)
             reason = "tom has used 8 of today's 8 training tokens; requests resume at 00:00 UTC"
             assert body["queue_state_reason"] == reason and body["type"] == "try_again"
-        with service(stack, "uma") as uma:  # others train meanwhile
+        with service(stack, "uma") as uma:  # other owners can train meanwhile
             other = uma.create_lora_training_client(PUBLIC_NAME, rank=4).result()
             other.forward_backward([DATUM], "cross_entropy").result()
         put(stack, "tom", "training_tokens_per_day", 1_000)
@@ -138,6 +142,7 @@ def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: 
 def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
     put(stack, "ivo", "training_tokens_per_day", 4, "fail")
     put(stack, "ivo", "sample_tokens_per_day", 5, "fail")
+
     with service(stack, "ivo") as ivo:
         training = ivo.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         training.forward_backward([DATUM], "cross_entropy").result()
@@ -148,8 +153,9 @@ def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
             training.forward_backward([DATUM], "cross_entropy").result(timeout=60)
         with pytest.raises(tinker.RequestFailedError, match="the gradient is incomplete"):
             training.optim_step(tinker.AdamParams()).result(timeout=60)
+
         path = training.save_state("kept").result(timeout=60).path
-        assert path.endswith("/weights/kept"), "what was trained can be saved"
+        assert path.endswith("/weights/kept"), "the trained weights can be saved"
         sampling = ivo.create_sampling_client(base_model=PUBLIC_NAME).result()
         params = tinker.SamplingParams(max_tokens=3, seed=1, stop=[])
         sampling.sample(PROMPT, 1, params).result()
@@ -158,7 +164,10 @@ def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
 
 
 def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
-    """SDKs that wait for all samples of a client with one poll get no state; those that poll for each one do."""
+    """SDKs that poll for all samples of a client at once receive no state.
+
+    SDKs that poll for each sample do.
+    """
     put(stack, "eva", "sample_tokens_per_day", 10)
     with service(stack, "eva") as eva:
         sampling = eva.create_sampling_client(base_model=PUBLIC_NAME).result()
@@ -170,7 +179,7 @@ def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
             is_open = RequestRow.owner == "eva", RequestRow.status == "open"
             return stack.server.store.read(lambda tx: tx.exec(select(RequestRow.request_id).where(*is_open)).first())
 
-        body = paused(stack, make_key(stack, "eva"), until(open_request))
+        body = wait_until_paused(stack, make_key(stack, "eva"), until(open_request))
         assert body["queue_state_reason"] == "eva has used 13 of today's 10 sample tokens; requests resume at 00:00 UTC"
         with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, "eva")}) as client:
             body = {"model": PUBLIC_NAME, "max_tokens": 5}

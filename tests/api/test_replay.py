@@ -1,6 +1,6 @@
-"""The first run of SDK 0.38, request by request: it sends what the protocol says, and gets the answers it expects.
+"""The first run of SDK 0.38, request by request: its requests follow the protocol and get the expected answers.
 
-The calls of each step are compared as a set: the SDK polls for results on threads of its own.
+The calls of each step are compared as a set, because the SDK polls for results in its own threads.
 """
 
 import json
@@ -23,8 +23,8 @@ PROMPT = types.ModelInput.from_ints([1, 2, 3])
 JSON = "application/json"
 HELLO = ["POST client/config", "POST auth/token", "POST client/dynamic_config"]
 POLL = "POST retrieve_future"
-NEWS = "POST retrieve_futures"  # on a thread of its own, as often as there is some
-# Some of what is tried here the SDK will drop, and warns of.
+NEWS = "POST retrieve_futures"  # sent from a separate thread, any number of times
+# Some of these features are deprecated, and the SDK warns about them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
@@ -42,8 +42,11 @@ def datum(length: int = 5) -> types.Datum:
 
 
 @contextmanager
-def sends(stack: LiveStack, *expected: str) -> Iterator[list[Call]]:
-    """Within the context exactly these calls are made, and answered with success; polls for news apart."""
+def expect_calls(stack: LiveStack, *expected: str) -> Iterator[list[Call]]:
+    """Assert that exactly these calls are made in the context, and that they succeed.
+
+    Polls for news are ignored.
+    """
     with stack.recorder.recording() as calls:
         yield calls
     assert sorted(call for call in map(str, calls) if call != NEWS) == sorted(expected)
@@ -51,7 +54,7 @@ def sends(stack: LiveStack, *expected: str) -> Iterator[list[Call]]:
 
 
 def body(calls: list[Call], path: str) -> dict[str, object]:
-    """The JSON that was sent to a path, without what it was addressed to."""
+    """Return the JSON that was sent to a path, without the ids of the model and the session."""
     (call,) = (call for call in calls if call.path == path)
     return {key: value for key, value in json.loads(call.body).items() if key not in ("model_id", "session_id", "type")}
 
@@ -64,10 +67,11 @@ def proto(calls: list[Call]) -> wire_pb2.ForwardBackwardRequest:
     return sent.parse_message(wire_pb2.ForwardBackwardRequest)
 
 
-def polled(calls: list[Call]) -> dict[str, str]:
-    """The content type of each result, by the kind of request that it answers.
+def get_result_types(calls: list[Call]) -> dict[str, str]:
+    """Return the content type of each result, by the kind of its request.
 
-    The size of samples came with the news of them; that of others may come in place of a result that is large.
+    For samples, the poll for news has announced the size already. For other requests, the server
+    may answer with the size instead of a large result.
     """
     polls = [call for call in calls if str(call) == POLL]
     for call in polls:
@@ -79,7 +83,7 @@ def polled(calls: list[Call]) -> dict[str, str]:
 @both_backends
 def test_first_run_follows_the_protocol(stack: LiveStack) -> None:
     service = tinker.ServiceClient(base_url=stack.url, user_metadata={"a": "b"})
-    with sends(stack, *HELLO, "GET get_server_capabilities") as calls:
+    with expect_calls(stack, *HELLO, "GET get_server_capabilities") as calls:
         (served,) = service.get_server_capabilities().supported_models
     assert body(calls, "client/config") == {"sdk_version": tinker.__version__}
     assert served.model_name == BASE_MODEL and served.max_context_length == CONTEXT
@@ -89,24 +93,25 @@ def test_first_run_follows_the_protocol(stack: LiveStack) -> None:
     named = save_for_sampler(stack, training)
     sample(stack, service, named)
     sample_unnamed(stack, training)
-    with sends(stack, "POST create_sampling_session") as calls:
+    with expect_calls(stack, "POST create_sampling_session") as calls:
         service.create_sampling_client(base_model=BASE_MODEL).result()
     assert body(calls, "create_sampling_session") == {"sampling_session_seq_id": 2, "base_model": BASE_MODEL}
     state = save_and_load(stack, training)
     create_from_state(stack, service, state)
     manage(stack, service, training.model_id)
-    with sends(stack, f"POST sessions/{session_of(training)}/finish"):
+    with expect_calls(stack, f"POST sessions/{get_session_id(training)}/finish"):
         service.close("success").result()
 
 
-def session_of(training: tinker.TrainingClient) -> str:
+def get_session_id(training: tinker.TrainingClient) -> str:
     return training.model_id.partition(":")[0]
 
 
 def create(stack: LiveStack, service: tinker.ServiceClient) -> tinker.TrainingClient:
-    with sends(stack, *HELLO, "POST create_session", "POST create_model", POLL, "POST get_info") as calls:
+    with expect_calls(stack, *HELLO, "POST create_session", "POST create_model", POLL, "POST get_info") as calls:
         training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
     assert training.model_id.endswith(":train:0")
+
     asked = body(calls, "create_session")
     assert asked == {"tags": [], "user_metadata": {"a": "b"}, "sdk_version": tinker.__version__}
     assert body(calls, "create_model") == {
@@ -115,14 +120,15 @@ def create(stack: LiveStack, service: tinker.ServiceClient) -> tinker.TrainingCl
         "lora_config": {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True},
         "optimizer_config": {"type": "adamw"},
     }
-    assert polled(calls) == {"CreateModel": JSON}
+    assert get_result_types(calls) == {"CreateModel": JSON}
+
     info = training.get_info()
     assert info.model_data.model_name == BASE_MODEL and info.lora_rank == 8
     return training
 
 
 def train(stack: LiveStack, training: tinker.TrainingClient) -> None:
-    with sends(stack, "POST forward_backward", "POST optim_step", POLL, POLL) as calls:
+    with expect_calls(stack, "POST forward_backward", "POST optim_step", POLL, POLL) as calls:
         passed = training.forward_backward([datum(), datum()], "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-4))
         assert [output["logprobs"].shape for output in passed.result().loss_fn_outputs] == [[5], [5]]
@@ -130,35 +136,38 @@ def train(stack: LiveStack, training: tinker.TrainingClient) -> None:
     sent = proto(calls)
     assert (sent.model_id, sent.seq_id, len(sent.data)) == (training.model_id, 1, 2)
     assert (sent.loss_fn, sent.forward_only) == ("cross_entropy", False)
+
     adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
     assert body(calls, "optim_step") == {"seq_id": 2, "adam_params": {"learning_rate": 1e-4, **adam}}
-    assert polled(calls) == {"ForwardBackward": PROTOBUF, "OptimStep": JSON}
-    with sends(stack, "POST forward_backward", POLL) as calls:
+    assert get_result_types(calls) == {"ForwardBackward": PROTOBUF, "OptimStep": JSON}
+    with expect_calls(stack, "POST forward_backward", POLL) as calls:
         assert training.forward([datum()], "cross_entropy").result().metrics["loss:sum"] > 0
     assert proto(calls).forward_only and proto(calls).seq_id == 3
-    assert polled(calls) == {"Forward": PROTOBUF}
+    assert get_result_types(calls) == {"Forward": PROTOBUF}
 
 
 def save_for_sampler(stack: LiveStack, training: tinker.TrainingClient) -> str:
-    with sends(stack, "POST save_weights_for_sampler", POLL) as calls:
+    with expect_calls(stack, "POST save_weights_for_sampler", POLL) as calls:
         path = training.save_weights_for_sampler("s1").result().path
     assert path == f"tinker://{training.model_id}/sampler_weights/s1"
     assert body(calls, "save_weights_for_sampler") == {"path": "s1", "kind": "snapshot", "seq_id": 4}
-    assert polled(calls) == {"SaveWeightsForSampler": JSON}
+    assert get_result_types(calls) == {"SaveWeightsForSampler": JSON}
     return path
 
 
 def sample(stack: LiveStack, service: tinker.ServiceClient, path: str) -> None:
     session_id = path.removeprefix("tinker://").partition(":")[0]
-    with sends(stack, "POST create_sampling_session", f"GET samplers/{session_id}:sample:0") as calls:
+    with expect_calls(stack, "POST create_sampling_session", f"GET samplers/{session_id}:sample:0") as calls:
         sampling = service.create_sampling_client(model_path=path).result()
         assert sampling.get_base_model() == BASE_MODEL
     assert body(calls, "create_sampling_session") == {"sampling_session_seq_id": 0, "model_path": path}
-    with sends(stack, "POST asample", POLL) as calls:
+
+    with expect_calls(stack, "POST asample", POLL) as calls:
         params = types.SamplingParams(max_tokens=4, stop=["\n"])
         sampled = sampling.sample(PROMPT, num_samples=2, sampling_params=params).result()
     assert len({sequence.sequence_id for sequence in sampled.sequences}) == 2
     assert all(1 <= len(sequence.tokens) <= 4 for sequence in sampled.sequences)
+
     asked = body(calls, "asample")
     assert asked["sampling_params"] == {
         "max_tokens": 4,
@@ -168,8 +177,9 @@ def sample(stack: LiveStack, service: tinker.ServiceClient, path: str) -> None:
         "top_p": 1.0,
     }
     assert (asked["sampling_session_id"], asked["seq_id"], asked["num_samples"]) == (f"{session_id}:sample:0", 0, 2)
-    assert polled(calls) == {"Sample": PROTOBUF}
-    with sends(stack, "POST asample", POLL) as calls:
+    assert get_result_types(calls) == {"Sample": PROTOBUF}
+
+    with expect_calls(stack, "POST asample", POLL) as calls:
         logprobs = sampling.compute_logprobs(PROMPT).result()
     assert logprobs[0] is None and len(logprobs) == 3
     asked = body(calls, "asample")
@@ -177,10 +187,11 @@ def sample(stack: LiveStack, service: tinker.ServiceClient, path: str) -> None:
 
 
 def sample_unnamed(stack: LiveStack, training: tinker.TrainingClient) -> None:
-    with sends(stack, "POST save_weights_for_sampler", POLL) as calls:
+    with expect_calls(stack, "POST save_weights_for_sampler", POLL) as calls:
         unnamed = training.save_weights_and_get_sampling_client().result()
     assert body(calls, "save_weights_for_sampler") == {"sampling_session_seq_id": 1, "kind": "snapshot", "seq_id": 5}
-    with sends(stack, "POST asample", POLL) as calls:
+
+    with expect_calls(stack, "POST asample", POLL) as calls:
         sampled = unnamed.sample(
             PROMPT,
             num_samples=1,
@@ -189,22 +200,23 @@ def sample_unnamed(stack: LiveStack, training: tinker.TrainingClient) -> None:
             topk_prompt_logprobs=2,
         ).result()
     assert sampled.topk_prompt_logprobs is not None and len(sampled.topk_prompt_logprobs) == 3
+
     asked = body(calls, "asample")
-    assert asked["sampling_session_id"] == f"{session_of(training)}:sample:1"
+    assert asked["sampling_session_id"] == f"{get_session_id(training)}:sample:1"
     assert (asked["seq_id"], asked["topk_prompt_logprobs"]) == (0, 2)
 
 
 def save_and_load(stack: LiveStack, training: tinker.TrainingClient) -> str:
-    with sends(stack, "POST save_weights", POLL) as calls:
+    with expect_calls(stack, "POST save_weights", POLL) as calls:
         path = training.save_state("st1", ttl_seconds=3600).result().path
     assert path == f"tinker://{training.model_id}/weights/st1"
     assert body(calls, "save_weights") == {"path": "st1", "seq_id": 6, "ttl_seconds": 3600, "overwrite": False}
-    assert polled(calls) == {"SaveWeights": JSON}
+    assert get_result_types(calls) == {"SaveWeights": JSON}
     for seq_id, load in ((7, training.load_state), (8, training.load_state_with_optimizer)):
-        with sends(stack, "POST load_weights", POLL) as calls:
+        with expect_calls(stack, "POST load_weights", POLL) as calls:
             load(path).result()
         assert body(calls, "load_weights") == {"path": path, "seq_id": seq_id, "optimizer": seq_id == 8}
-        assert polled(calls) == {"LoadWeights": JSON}
+        assert get_result_types(calls) == {"LoadWeights": JSON}
     return path
 
 
@@ -214,7 +226,7 @@ def create_from_state(stack: LiveStack, service: tinker.ServiceClient, path: str
         service.create_training_client_from_state_with_optimizer,
     )
     for index, make in enumerate(makers, start=1):
-        with sends(stack, "POST load_weights", POLL, "POST get_info") as calls:
+        with expect_calls(stack, "POST load_weights", POLL, "POST get_info") as calls:
             made = make(path).result()
             assert made.get_info().lora_rank == 8
         assert made.model_id.endswith(f":train:{index}")
@@ -222,20 +234,23 @@ def create_from_state(stack: LiveStack, service: tinker.ServiceClient, path: str
 
 
 def manage(stack: LiveStack, service: tinker.ServiceClient, model_id: str) -> None:
-    with sends(stack, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
-        rest = tinker.RestClient(base_url=stack.url, api_key="tml-replay")  # the SDK keeps one a key; this is new
+    with expect_calls(stack, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
+        # The SDK keeps one client per key, and this key is new.
+        rest = tinker.RestClient(base_url=stack.url, api_key="tml-replay")
         runs = rest.list_training_runs().result().training_runs
     assert model_id in {run.training_run_id for run in runs}
-    with sends(stack, f"GET training_runs/{model_id}/checkpoints"):
+
+    with expect_calls(stack, f"GET training_runs/{model_id}/checkpoints"):
         checkpoints = rest.list_checkpoints(model_id).result().checkpoints
     assert {checkpoint.checkpoint_id for checkpoint in checkpoints} == {"sampler_weights/s1", "weights/st1"}
-    with sends(stack, "GET checkpoints?limit=100&offset=0"):
+    with expect_calls(stack, "GET checkpoints?limit=100&offset=0"):
         listed = rest.list_user_checkpoints().result().checkpoints
     assert {checkpoint.tinker_path for checkpoint in checkpoints} <= {checkpoint.tinker_path for checkpoint in listed}
+
     session_id = model_id.partition(":")[0]
-    with sends(stack, "GET sessions?limit=20&offset=0&access_scope=owned"):
+    with expect_calls(stack, "GET sessions?limit=20&offset=0&access_scope=owned"):
         assert session_id == rest.list_sessions().result().sessions[0], "the newest first"
-    with sends(stack, f"GET sessions/{session_id}?access_scope=owned"):
+    with expect_calls(stack, f"GET sessions/{session_id}?access_scope=owned"):
         session = rest.get_session(session_id).result()
     assert session.training_run_ids == [f"{session_id}:train:{index}" for index in range(3)]
     assert session.sampler_ids == [f"{session_id}:sample:{index}" for index in range(3)]

@@ -1,4 +1,4 @@
-"""Training runs and checkpoints through the SDK's management client and by hand."""
+"""Training runs and checkpoints, with the SDK's management client and with plain HTTP."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,8 @@ def rest(server: Server, engine: ScriptedEngine) -> Iterator[tinker.RestClient]:
     yield tinker.RestClient(base_url=server.url)
 
 
-def saved(server: Server) -> str:
-    """A run with one checkpoint of each kind."""
+def create_saved_run(server: Server) -> str:
+    """Create a run with one checkpoint of each kind and return its id."""
     answer = server.post(
         "create_model",
         session_id=server.session(),
@@ -24,6 +24,7 @@ def saved(server: Server) -> str:
         lora_config={"rank": 8, "train_mlp": False},
         user_metadata={"renderer_name": "qwen3", "step": 3},
     )
+
     model_id = answer.json()["model_id"]
     server.result(server.post("save_weights", model_id=model_id, path="a", user_metadata={"k": "v"}))
     server.result(server.post("save_weights_for_sampler", model_id=model_id, path="b", ttl_seconds=3600))
@@ -31,7 +32,7 @@ def saved(server: Server) -> str:
 
 
 def test_run_is_described(server: Server, rest: tinker.RestClient) -> None:
-    model_id = saved(server)
+    model_id = create_saved_run(server)
     run = rest.get_training_run(model_id).result()
     assert run.base_model == "Qwen/Qwen3-8B" and run.is_lora and run.lora_rank == 8
     assert run.user_metadata == {"renderer_name": "qwen3", "step": "3"}
@@ -42,7 +43,7 @@ def test_run_is_described(server: Server, rest: tinker.RestClient) -> None:
 
 
 def test_checkpoints_are_listed_expired_and_deleted(server: Server, rest: tinker.RestClient) -> None:
-    model_id = saved(server)
+    model_id = create_saved_run(server)
     listed = {
         checkpoint.checkpoint_id: checkpoint for checkpoint in rest.list_checkpoints(model_id).result().checkpoints
     }
@@ -50,6 +51,7 @@ def test_checkpoints_are_listed_expired_and_deleted(server: Server, rest: tinker
     assert listed["weights/a"].user_metadata == {"k": "v"}
     path = listed["weights/a"].tinker_path
     assert path in {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints}
+
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
     assert rest.list_checkpoints(model_id).result().checkpoints[0].expires_at is not None
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
@@ -61,7 +63,7 @@ def test_checkpoints_are_listed_expired_and_deleted(server: Server, rest: tinker
 
 
 def test_weights_info_describes_the_adapter(server: Server, rest: tinker.RestClient) -> None:
-    info = rest.get_weights_info_by_tinker_path(f"tinker://{saved(server)}/weights/a").result()
+    info = rest.get_weights_info_by_tinker_path(f"tinker://{create_saved_run(server)}/weights/a").result()
     assert info.lora_rank == 8 and info.train_attn and info.train_unembed and info.train_mlp is False
 
 
@@ -89,13 +91,13 @@ def test_capabilities_name_the_model(rest: tinker.RestClient) -> None:
 def test_errors_name_the_cause(
     server: Server, rest: tinker.RestClient, method: str, path: str, status: int, text: str
 ) -> None:
-    run = saved(server) if "{run}" in path else ""
+    run = create_saved_run(server) if "{run}" in path else ""
     answer = server.client.request(method, f"/api/v1/{path.format(run=run)}")
     assert answer.status_code == status and text in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("seconds", [1, 10**12])
 def test_ttl_out_of_range_is_refused(server: Server, rest: tinker.RestClient, seconds: int) -> None:
-    path = f"/api/v1/training_runs/{saved(server)}/checkpoints/weights/a/ttl"
+    path = f"/api/v1/training_runs/{create_saved_run(server)}/checkpoints/weights/a/ttl"
     answer = server.client.put(path, json={"ttl_seconds": seconds})
     assert answer.status_code == 400 and f"ttl_seconds {seconds}" in answer.json()["detail"]

@@ -1,7 +1,8 @@
-"""Every field of a sampling request, through the unmodified SDK, over each backend.
+"""Every field of a sampling request, sent by the unmodified SDK, on each backend.
 
-Other files test invalid values (`test_bad_input_sdk.py`), frozen weights and temperatures (`test_semantics.py`),
-recorded logprobs (`test_stable_reinforce.py`), polls for many samples and cancelling (`test_many_samples.py`).
+Other files test invalid values (`test_bad_input_sdk.py`), frozen weights and temperatures
+(`test_semantics.py`), recorded logprobs (`test_stable_reinforce.py`), and polling and cancelling
+(`test_many_samples.py`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def ask(
 
 
 def describe(client: tinker.SamplingClient, *, temperature: float = 1.0, **options: Any) -> types.SampleResponse:
-    """Request data about the prompt; one token is sampled as well."""
+    """Request data about the prompt. One token is sampled as well."""
     params = types.SamplingParams(max_tokens=1, stop=[], seed=3, temperature=temperature)
     return client.sample(types.ModelInput.from_ints(PROMPT), 1, params, **options).result()
 
@@ -44,8 +45,8 @@ def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.Sam
     params = types.SamplingParams(max_tokens=4, stop=[], seed=3)
     first, second = (base.sample(prompt, 2, params).result() for _ in range(2))
     assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, prompt.length)
-    assert [each.tokens for each in first.sequences] == [each.tokens for each in second.sequences]
-    assert [each.logprobs for each in first.sequences] == [each.logprobs for each in second.sequences]
+    assert [sequence.tokens for sequence in first.sequences] == [sequence.tokens for sequence in second.sequences]
+    assert [sequence.logprobs for sequence in first.sequences] == [sequence.logprobs for sequence in second.sequences]
     asked = base.sample(prompt, 1, params, include_prompt_logprobs=True).result()
     assert asked.prompt_cache_hit_tokens == 0 and asked.prompt_logprobs[-1] is not None
 
@@ -54,7 +55,7 @@ def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.Sam
 
 
 def test_eos_stops_unless_the_stop_list_is_empty(base: tinker.SamplingClient) -> None:
-    """The end-of-sequence token stops a sample unless `stop` is the empty list."""
+    """The end-of-sequence token ends a sample, except if `stop` is the empty list."""
     prompt, num_samples = [VOCAB_SIZE - 4], 48
     free = ask(base, prompt=prompt, samples=num_samples, max_tokens=100, stop=[])
     assert all(len(sequence.tokens) == 100 and sequence.stop_reason == "length" for sequence in free)
@@ -62,6 +63,7 @@ def test_eos_stops_unless_the_stop_list_is_empty(base: tinker.SamplingClient) ->
     cut = [index for index, sequence in enumerate(ended) if sequence.stop_reason == "stop"]
     ends = {ended[index].tokens[-1] for index in cut}
     assert 1 <= len(ends) <= 2, "the end-of-sequence tokens of the generation config"
+
     for whole, sequence in zip(free, ended, strict=True):
         until = next((place + 1 for place, token in enumerate(whole.tokens) if token in ends), 100)
         assert list(sequence.tokens) == list(whole.tokens)[:until], "the end-of-sequence token is kept once"
@@ -83,10 +85,10 @@ def test_stop_token_is_kept_once(base: tinker.SamplingClient) -> None:
 
 
 def test_stop_strings_are_found_across_tokens(base: tinker.SamplingClient, stack: LiveStack) -> None:
-    """One string or several; the token that completes the match is kept."""
+    """`stop` is one string or a list. The token that completes the match is kept."""
     text_of, tokens = stack.backend.text_of, list(ask(base, max_tokens=60)[0].tokens)
 
-    def end_of(text: str) -> int:
+    def find_end(text: str) -> int:
         return next(n for n in range(1, len(tokens) + 1) if text in text_of(tokens[:n]))
 
     pairs = [(text_of([left]), text_of([right])) for left, right in pairwise(tokens)]
@@ -96,10 +98,10 @@ def test_stop_strings_are_found_across_tokens(base: tinker.SamplingClient, stack
         if "\ufffd" not in left + right and (text := left[-1:] + right[:1]) and len(text) == 2
         if not any(text in text_of([token]) for token in tokens)
     )
-    assert 0 < end_of(across) < len(tokens)
+    assert 0 < find_end(across) < len(tokens)
     for stop in (across, [across], ["never to be met", across]):
         (got,) = ask(base, max_tokens=60, stop=stop)
-        assert list(got.tokens) == tokens[: end_of(across)] and got.stop_reason == "stop"
+        assert list(got.tokens) == tokens[: find_end(across)] and got.stop_reason == "stop"
     (earlier,) = ask(base, max_tokens=60, stop=[across, text_of(tokens[:1])])
     assert list(earlier.tokens) == tokens[:1]
 
@@ -130,8 +132,10 @@ def test_seeds_have_64_bits(base: tinker.SamplingClient) -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1]
     drawn = {seed: [tuple(sequence.tokens) for sequence in ask(base, samples=3, seed=seed)] for seed in seeds}
     assert len({tokens for samples in drawn.values() for tokens in samples}) == 3 * len(seeds)
-    assert all([tuple(each.tokens) for each in ask(base, samples=3, seed=seed)] == drawn[seed] for seed in seeds)
-    assert [tuple(each.tokens) for each in ask(base, samples=3, seed=-1)] == drawn[2**64 - 1], "the same bits"
+    assert all(
+        [tuple(sequence.tokens) for sequence in ask(base, samples=3, seed=seed)] == drawn[seed] for seed in seeds
+    )
+    assert [tuple(sequence.tokens) for sequence in ask(base, samples=3, seed=-1)] == drawn[2**64 - 1], "the same bits"
     for seed in (-(2**63) - 1, 2**64):
         with pytest.raises(tinker.RequestFailedError, match=rf"sampling_params\.seed.*{seed}"):
             ask(base, seed=seed)
@@ -173,6 +177,7 @@ def test_prompt_logprobs_of_all_or_the_last_positions(base: tinker.SamplingClien
     assert whole.prompt_logprobs[0] is None and whole.topk_prompt_logprobs[0] is None
     assert [len(row or ()) for row in whole.topk_prompt_logprobs[1:]] == [3] * (len(PROMPT) - 1)
     assert whole.prompt_logprobs == [None, *base.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()[1:]]
+
     for n in (1, 2, len(PROMPT) - 1):
         end = describe(base, include_prompt_logprobs=True, topk_prompt_logprobs=3, prompt_logprobs_last_n=n)
         assert end.prompt_logprobs is not None and end.topk_prompt_logprobs is not None
@@ -183,7 +188,7 @@ def test_prompt_logprobs_of_all_or_the_last_positions(base: tinker.SamplingClien
 
 
 def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingClient) -> None:
-    """Dense or sparse (CSR); -1 is skipped and gives 0."""
+    """Targets are dense or sparse (CSR). A target of -1 is skipped and gives 0."""
     whole = describe(base, include_prompt_logprobs=True, topk_prompt_logprobs=2)
     assert whole.prompt_logprobs is not None and whole.topk_prompt_logprobs is not None
     best = [[token for token, _ in row or ()] for row in whole.topk_prompt_logprobs[1:]]
@@ -194,6 +199,7 @@ def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingCli
             for logprob, row in zip(whole.prompt_logprobs[1:], whole.topk_prompt_logprobs[1:], strict=True)
         ]
     )
+
     skipped = np.zeros(ids.shape, bool)
     skipped[[0, 2, 2, 2, 4], [1, 0, 1, 2, 0]] = True
     ids[skipped], values[skipped] = -1, 0.0
@@ -204,9 +210,10 @@ def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingCli
     assert (dense.to_numpy()[skipped] == 0.0).all()
 
     listed = ~skipped
-    listed[0, 1] = True  # an explicit -1
+    listed[0, 1] = True  # lists one skipped target explicitly, as -1
     rows, columns = np.nonzero(listed)
     crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(ids)))]).tolist()
+
     asked = types.TensorData(
         data=ids[listed].tolist(),
         dtype="int64",
@@ -214,6 +221,7 @@ def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingCli
         sparse_crow_indices=crow,
         sparse_col_indices=columns.tolist(),
     )
+
     sparse = describe(base, target_prompt_logprobs=asked).target_prompt_logprobs
     assert sparse is not None and sparse.dtype == "float32" and sparse.shape == list(ids.shape)
     assert (sparse.sparse_crow_indices, sparse.sparse_col_indices) == (crow, columns.tolist())
@@ -231,6 +239,7 @@ def test_alternative_tokens_are_drawn_at_each_prompt_position(base: tinker.Sampl
     ids = tokens.to_numpy()
     scored = describe(base, target_prompt_logprobs=types.TensorData.from_numpy(ids)).target_prompt_logprobs
     assert scored is not None
+
     at_one, own = scored.to_numpy(), logprobs.to_numpy()
     if temperature == 1.0:
         np.testing.assert_allclose(own, at_one, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Scopes of keys: what each admits, over all routes of the OpenAPI document."""
+"""The routes that each key scope may call, checked for all routes of the OpenAPI document."""
 
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -77,7 +77,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         yield stack
 
 
-def key_of(stack: LiveStack, scope: KeyScope) -> str:
+def create_key(stack: LiveStack, scope: KeyScope) -> str:
     key, _ = stack.server.store.write(
         lambda tx: keys.create(tx, owner="ann", scope=scope, name=scope, note="", now=1.0)
     )
@@ -106,7 +106,7 @@ def test_every_route_has_the_expected_scopes(stack: LiveStack) -> None:
 def test_every_route_refuses_the_scopes_that_it_does_not_admit(stack: LiveStack, scope: KeyScope) -> None:
     for route in sorted(routes(stack) - OPEN):
         method, path = route.split()
-        headers = {"X-API-Key": key_of(stack, scope)}
+        headers = {"X-API-Key": create_key(stack, scope)}
         filled = path.replace("{", "").replace("}", "")
         prefix = "" if route in OTHER_APIS or filled.startswith("trackio/") else "/api/v1"
         answer = stack.server.client.request(method, f"{prefix}/{filled}", headers=headers)
@@ -120,16 +120,17 @@ def test_every_route_refuses_the_scopes_that_it_does_not_admit(stack: LiveStack,
 
 
 def test_open_routes_need_no_scope(stack: LiveStack) -> None:
-    headers = {"X-API-Key": key_of(stack, "metrics")}
+    headers = {"X-API-Key": create_key(stack, "metrics")}
     assert stack.server.client.get("/api/v1/healthz", headers=headers).status_code == HTTPStatus.OK
 
 
 def test_sampling_key_samples_through_the_sdk_and_changes_nothing(stack: LiveStack) -> None:
-    with tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "user")) as service:
+    with tinker.ServiceClient(base_url=stack.url, api_key=create_key(stack, "user")) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         path = training.save_weights_for_sampler("a").result().path
     params = types.SamplingParams(max_tokens=3, seed=1, stop=[])
-    with tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "sample")) as service:
+
+    with tinker.ServiceClient(base_url=stack.url, api_key=create_key(stack, "sample")) as service:
         for weights in ({"model_path": path}, {"base_model": PUBLIC_NAME}):
             sampler = service.create_sampling_client(**weights).result()
             drawn = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 1, params).result()
@@ -139,25 +140,26 @@ def test_sampling_key_samples_through_the_sdk_and_changes_nothing(stack: LiveSta
         ):
             service.create_lora_training_client(PUBLIC_NAME, rank=8).result()
         with pytest.raises(tinker.PermissionDeniedError, match="it takes scope admin, user"):
-            tinker.RestClient(base_url=stack.url, api_key=key_of(stack, "sample")).delete_checkpoint_from_tinker_path(
-                path
-            ).result()
+            tinker.RestClient(
+                base_url=stack.url, api_key=create_key(stack, "sample")
+            ).delete_checkpoint_from_tinker_path(path).result()
 
 
 def test_reading_key_lists_and_downloads(stack: LiveStack) -> None:
-    with tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "user")) as service:
+    with tinker.ServiceClient(base_url=stack.url, api_key=create_key(stack, "user")) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         path = training.save_weights_external("b").result().path
-    rest = tinker.RestClient(base_url=stack.url, api_key=key_of(stack, "read"))
+    rest = tinker.RestClient(base_url=stack.url, api_key=create_key(stack, "read"))
     listed = rest.list_user_checkpoints().result().checkpoints
     assert path in {checkpoint.tinker_path for checkpoint in listed}
+
     urls = rest.get_external_weights_urls(path).result().urls
     assert httpx.get(urls["adapter_config.json"]).status_code == HTTPStatus.OK
     with pytest.raises(tinker.PermissionDeniedError, match="scope read does not allow"):
         rest.publish_checkpoint_from_tinker_path(path).result()
     with (
         pytest.raises(tinker.PermissionDeniedError, match="scope read does not allow POST create_session"),
-        tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "read")) as service,
+        tinker.ServiceClient(base_url=stack.url, api_key=create_key(stack, "read")) as service,
     ):
         service.create_sampling_client(base_model=PUBLIC_NAME).result()
 
@@ -166,11 +168,11 @@ def test_reading_key_lists_and_downloads(stack: LiveStack) -> None:
 def test_delegated_access_takes_a_key_that_allows_to_read_weights(
     stack: LiveStack, scope: KeyScope, is_accepted: bool
 ) -> None:
-    with tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "user")) as service:
+    with tinker.ServiceClient(base_url=stack.url, api_key=create_key(stack, "user")) as service:
         path = service.create_lora_training_client(PUBLIC_NAME, rank=8).result().save_state(scope).result().path
     bob, _ = stack.server.store.write(lambda tx: keys.create(tx, owner="bob", scope="user", name="b", note="", now=1.0))
     with tinker.ServiceClient(base_url=stack.url, api_key=bob) as service:
-        load = service.create_training_client_from_state(path, weights_access_token=key_of(stack, scope))
+        load = service.create_training_client_from_state(path, weights_access_token=create_key(stack, scope))
         if is_accepted:
             assert load.result() is not None
         else:

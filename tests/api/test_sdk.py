@@ -1,4 +1,4 @@
-"""The unmodified SDK against a live server, in the order of its own first run."""
+"""The unmodified SDK against a live server, in the order of a first run."""
 
 from collections.abc import Iterator
 
@@ -39,6 +39,7 @@ def test_complete_run(service: tinker.ServiceClient, engine: ScriptedEngine) -> 
     assert training.forward([datum()], "cross_entropy").result().metrics == {"loss:sum": 2.5}
     named = training.save_weights_for_sampler("s1").result().path
     assert named == f"tinker://{training.model_id}/sampler_weights/s1"
+
     sampling = service.create_sampling_client(model_path=named).result()
     prompt = types.ModelInput.from_ints([1, 2, 3])
     params = types.SamplingParams(max_tokens=4, stop=["\n"])

@@ -1,4 +1,4 @@
-"""The semantics of training and sampling, through the unmodified SDK, over each backend."""
+"""Semantics of training and sampling, through the unmodified SDK, on each backend."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ FAILURES = [HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE]
 
 
 def examples(seed: int, count: int = 2) -> list[types.Datum]:
-    """Random sequences of random lengths."""
+    """Return random sequences of random lengths."""
     generator = np.random.default_rng(seed)
     rows = [generator.integers(1, VOCAB_SIZE, size=generator.integers(4, 20)) for _ in range(count)]
     return [
@@ -33,7 +33,7 @@ def examples(seed: int, count: int = 2) -> list[types.Datum]:
 
 
 def steps(client: tinker.TrainingClient, seeds: range) -> Iterator[float]:
-    """Train; give the loss of each step."""
+    """Train one step per seed and yield the loss of each step."""
     for seed in seeds:
         passed = client.forward_backward(examples(seed), "cross_entropy")
         stepped = client.optim_step(types.AdamParams(learning_rate=0.02, weight_decay=0.1))
@@ -53,12 +53,15 @@ def draw(
     return list(sampler.sample(prompt, num_samples=num_samples, sampling_params=params).result().sequences)
 
 
-def drawn(sequences: list[types.SampledSequence]) -> list[tuple[list[int], list[float]]]:
+def get_tokens_and_logprobs(sequences: list[types.SampledSequence]) -> list[tuple[list[int], list[float]]]:
     return [(list(sequence.tokens), list(sequence.logprobs or [])) for sequence in sequences]
 
 
 def test_every_field_of_adam_params_reaches_the_backend(tmp_path: Path) -> None:
-    """A field that the SDK adds fails this test. Each step has its own values, so schedules are the client's."""
+    """Fails if the SDK adds a field.
+
+    Each step sends its own values, so clients implement learning rate schedules.
+    """
     given = {
         "learning_rate": 0.25,
         "beta1": 0.5,
@@ -68,7 +71,8 @@ def test_every_field_of_adam_params_reaches_the_backend(tmp_path: Path) -> None:
         "grad_clip_norm": 3.0,
     }
     assert given.keys() == types.AdamParams.model_fields.keys()
-    # A server of its own: the engine looks a method of the backend up once, at the first call.
+    # Uses a separate server, because the engine looks up a backend method only once, at the first
+    # call.
     with live_stack("fake", tmp_path) as stack, tinker.ServiceClient(base_url=stack.url) as service:
         step = Mock(wraps=stack.backend.optim_step)
         stack.backend.optim_step = step
@@ -125,13 +129,14 @@ def test_logprob_differences_scale_with_temperature(training: tinker.TrainingCli
 def test_sampler_is_frozen_and_seeds_are_reproducible(training: tinker.TrainingClient) -> None:
     list(steps(training, range(1)))
     frozen = training.save_weights_and_get_sampling_client().result()
-    before = drawn(draw(frozen))
+    before = get_tokens_and_logprobs(draw(frozen))
     list(steps(training, range(1, 4)))
     moved = training.save_weights_and_get_sampling_client().result()
-    assert drawn(draw(frozen)) == before, "also after later steps, and with another sampler"
-    assert drawn(draw(moved)) != before
-    assert drawn(draw(frozen, seed=2)) != before
-    assert drawn(draw(frozen, seed=None)) != drawn(draw(frozen, seed=None))
+
+    assert get_tokens_and_logprobs(draw(frozen)) == before, "also after later steps, and with another sampler"
+    assert get_tokens_and_logprobs(draw(moved)) != before
+    assert get_tokens_and_logprobs(draw(frozen, seed=2)) != before
+    assert get_tokens_and_logprobs(draw(frozen, seed=None)) != get_tokens_and_logprobs(draw(frozen, seed=None))
     assert before[0] != before[1], "samples of one prompt differ from each other"
     greedy = draw(frozen, seed=None, temperature=0.0)
     assert greedy[0].tokens == greedy[1].tokens == draw(frozen, seed=9, temperature=0.0)[0].tokens
@@ -157,7 +162,8 @@ def test_gradients_accumulate_until_a_step(service: tinker.ServiceClient) -> Non
     whole.forward_backward(data, "cross_entropy").result()
     for datum in data:
         parts.forward_backward([datum], "cross_entropy").result()
-    parts.forward(data, "cross_entropy").result()  # leaves no trace
+
+    parts.forward(data, "cross_entropy").result()  # does not change the gradient
     norms = [
         client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["unclipped_grad_l2:mean"]
         for client in (whole, parts)

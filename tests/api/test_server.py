@@ -1,4 +1,4 @@
-"""The server on a socket that someone else made, as `serve` hands it over."""
+"""The server on an inherited socket, as `serve` passes it, and the server without optional features."""
 
 import asyncio
 import socket
@@ -23,14 +23,14 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_responses_on_an_inherited_socket_are_not_delayed(tmp_path: Path) -> None:
-    """Without TCP_NODELAY each answer takes 40 ms longer: its body waits for a delayed acknowledgement of its head."""
+    """Without TCP_NODELAY each answer takes 40 ms longer, because its body waits for a delayed acknowledgement."""
     store = Store.open(tmp_path, role="api")
     api = ApiServer(ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B"), store)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
 
-    async def accepted_option() -> int:
+    async def read_nodelay_option() -> int:
         serving = asyncio.create_task(api.serve(sockets=[listener]))
         while not api.started:
             await asyncio.sleep(0.005)
@@ -40,7 +40,7 @@ def test_responses_on_an_inherited_socket_are_not_delayed(tmp_path: Path) -> Non
         return option
 
     try:
-        assert asyncio.run(accepted_option()) != 0
+        assert asyncio.run(read_nodelay_option()) != 0
     finally:
         store.close()
 

@@ -1,4 +1,4 @@
-"""Sessions, flags, long polls, errors."""
+"""Sessions, flags, long polls, health and errors."""
 
 import threading
 import time
@@ -26,8 +26,8 @@ from tests.support.live_api import Server, live_api
 
 
 @pytest.fixture(autouse=True)
-def uncached_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes see what a test has just published; the server keeps a report for half a second otherwise."""
+def _no_health_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the cache of the health report, so that probes see what a test has just published."""
     monkeypatch.setattr(engine_status, "_HEALTH_MAX_AGE_S", 0.0)
 
 
@@ -41,14 +41,14 @@ def test_client_flags_are_valid_for_every_release(server: Server) -> None:
 
 @pytest.mark.parametrize(("python", "uses_pyqwest"), [("3.11.7", False), ("3.12.1", True), ("3.1", True), (None, True)])
 def test_clients_on_old_python_use_httpx(server: Server, python: str | None, uses_pyqwest: bool) -> None:
-    """They could wait forever at the end of `with ServiceClient`; see the route."""
+    """Clients on Python before 3.12 could wait forever at the end of `with ServiceClient`; see the route."""
     headers = {} if python is None else {"X-Stainless-Runtime-Version": python}
     flags = server.client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}, headers=headers).json()
     assert flags["use_pyqwest_transport"] is uses_pyqwest
 
 
 def test_the_connection_of_client_flags_ends(server: Server) -> None:
-    """The SDK leaves it to the garbage collector, which could end another connection in its place; see the route."""
+    """The SDK leaves this connection to the garbage collector, which could close another connection; see the route."""
     answers = [server.post("client/config"), server.post("client/dynamic_config")]
     assert [answer.headers.get("connection") for answer in answers] == ["close", None]
 
@@ -66,7 +66,7 @@ def test_session_is_open_until_finished(server: Server) -> None:
 
 
 def test_metadata_values_other_than_text_become_json(server: Server) -> None:
-    """The metadata of sessions is converted like that of runs."""
+    """The metadata of sessions is converted like the metadata of runs."""
     sent = {"a": "b", "step": 3, "flags": {"on": True, "of": [None]}}
     session_id = server.post("create_session", tags=[], user_metadata=sent).json()["session_id"]
     shown = server.client.get(f"/api/v1/sessions/{session_id}").json()["user_metadata"]
@@ -114,7 +114,7 @@ def test_poll_survives_a_database_failure(server: Server, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def patient(settings: ApiSettings, tmp_path: Path) -> Iterator[Server]:
-    """A server whose polls are held far longer than a notification takes."""
+    """A server that holds polls far longer than a notification takes."""
     with live_api(settings.model_copy(update={"data_dir": tmp_path, "retrieve_hold_s": 30.0})) as server:
         yield server
 
@@ -126,6 +126,7 @@ def test_one_commit_wakes_all_polls(patient: Server) -> None:
     ids = [RequestId(step.json()["request_id"]) for step in steps]
     done = codec.encode(results.OptimStepOutput(metrics={}))
     peer = Store.open(patient.settings.data_dir, role="engine")
+
     try:
         with ThreadPoolExecutor(num_waiting) as pool, httpx.Client(base_url=patient.url) as client:
             polls = [
@@ -133,6 +134,7 @@ def test_one_commit_wakes_all_polls(patient: Server) -> None:
                 for request_id in ids
             ]
             time.sleep(0.1)
+
             peer.write(
                 lambda tx: [
                     futures.complete(tx, request_id, done, failed=False, effect_order=None, now=time.time())
@@ -141,6 +143,7 @@ def test_one_commit_wakes_all_polls(patient: Server) -> None:
             )
             finished = time.monotonic()
             answers = [poll.result() for poll in polls]
+
         assert time.monotonic() - finished < 15.0, "the polls are notified, they do not time out"
         assert all(answer.json() == {"type": "optim_step", "metrics": {}} for answer in answers)
         again = patient.post("retrieve_future", request_id=ids[0])
@@ -184,7 +187,10 @@ def publish_status(server: Server, status: EngineStatus, **activity: Any) -> Non
 
 
 def test_long_activity_of_a_healthy_engine_is_reported(server: Server) -> None:
-    """The SDK shows the reason of a paused queue only; a large step is no outage for a load balancer."""
+    """The SDK shows a reason only for a paused queue.
+
+    For a load balancer, a long step is not an outage.
+    """
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     publish_status(server, "ready", activity="forward (compiling)", activity_since=time.time() - 40)
     reason = "the engine has been busy for 40 s: forward (compiling)"
@@ -206,6 +212,7 @@ def test_an_outage_is_reported_to_samples_that_wait_for_it_and_not_to_training(s
         sampling_params={"max_tokens": 1},
         num_samples=1,
     )
+
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     outage = "vLLM has not responded for 12 s (ConnectError); samples wait"
     nothing: dict[str, Any] = {"totals": {}, "device_seconds": {}, "queues": {}, "places": {}}
@@ -266,7 +273,7 @@ def test_errors_have_a_detail(server: Server, method: str, path: str) -> None:
 
 
 def test_shutdown_does_not_wait_for_long_polls(server: Server) -> None:
-    """Last in this file: it ends the server."""
+    """Must be the last test in this file, because it ends the server."""
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     object.__setattr__(server.settings, "retrieve_hold_s", 30.0)
     answers: list[httpx.Response] = []

@@ -1,4 +1,4 @@
-"""From sampling to the gradient of stable_reinforce, through the unmodified SDK and the fake backend."""
+"""From sampling to the gradient of stable_reinforce, with the unmodified SDK and the fake backend."""
 
 import gc
 import math
@@ -46,7 +46,7 @@ def service(server: Server) -> Iterator[tinker.ServiceClient]:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Two turns as one sequence with its provenance spans, in the layout of the cookbook."""
+    """Two turns as one sequence with provenance spans, in the cookbook's layout."""
 
     tokens: list[int]
     q: NDArray[np.float32]
@@ -54,12 +54,13 @@ class Episode:
     spans: Spans
 
     def datum(self, advantage: float) -> types.Datum:
-        """Return a datum for stable_reinforce; its `logprobs` have no effect."""
+        """Return a datum for stable_reinforce. The loss ignores its `logprobs`."""
         first = self.spans[0]
         targets: Spans = [
             types.PromptProvenanceSpan(sequence_id=first.sequence_id, offset=1, length=first.length - 1),
             *self.spans[1:],
         ]
+
         last = self.spans[-1]
         tokens: Spans = [
             *self.spans[:-1],
@@ -68,7 +69,7 @@ class Episode:
         inputs = {"advantages": advantage * self.is_sampled, "logprobs": np.full_like(self.q, -7.0)}
         return self._datum(inputs).with_provenance(model_input=tokens, loss_fn_inputs=targets)
 
-    def weighted(self, weights: NDArray[np.float32]) -> types.Datum:
+    def make_weighted_datum(self, weights: NDArray[np.float32]) -> types.Datum:
         """Return a datum for cross_entropy."""
         return self._datum({"weights": weights})
 
@@ -84,6 +85,7 @@ def play(sampler: tinker.SamplingClient, seed: int) -> Episode:
     q: list[float] = []
     is_sampled: list[float] = []
     spans: Spans = []
+
     for observed in ([5, 6, 7], ENVIRONMENT):
         begin = len(tokens)
         tokens += observed
@@ -95,21 +97,24 @@ def play(sampler: tinker.SamplingClient, seed: int) -> Episode:
         spans.append(types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=begin, length=len(observed)))
         spans.append(types.SampledProvenanceSpan(sequence_id=drawn.sequence_id, length=4))
         tokens += drawn.tokens
+
     return Episode(tokens, np.array(q[1:], np.float32), np.array(is_sampled[1:], np.float32), spans)
 
 
-def moved_away(service: tinker.ServiceClient, episodes: list[Episode] | None = None) -> tinker.TrainingClient:
+def create_trained_client(
+    service: tinker.ServiceClient, episodes: list[Episode] | None = None
+) -> tinker.TrainingClient:
     """Return a model trained on the episodes, so that some importance ratios exceed 2."""
     client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     for episode in episodes or []:
-        client.forward_backward([episode.weighted(episode.is_sampled)], "cross_entropy").result()
+        client.forward_backward([episode.make_weighted_datum(episode.is_sampled)], "cross_entropy").result()
         client.optim_step(types.AdamParams(learning_rate=0.2)).result()
     return client
 
 
 @pytest.fixture
 def episodes(service: tinker.ServiceClient) -> list[Episode]:
-    sampler = moved_away(service).save_weights_and_get_sampling_client(record_stability_info=True).result()
+    sampler = create_trained_client(service).save_weights_and_get_sampling_client(record_stability_info=True).result()
     return [play(sampler, seed) for seed in (1, 2)]
 
 
@@ -117,57 +122,62 @@ def step(client: tinker.TrainingClient) -> float:
     return client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["unclipped_grad_l2:mean"]
 
 
-def logprobs_of(client: tinker.TrainingClient, episodes: list[Episode]) -> list[NDArray[np.float32]]:
-    outputs = client.forward([episode.weighted(episode.is_sampled) for episode in episodes], "cross_entropy").result()
+def get_logprobs(client: tinker.TrainingClient, episodes: list[Episode]) -> list[NDArray[np.float32]]:
+    outputs = client.forward(
+        [episode.make_weighted_datum(episode.is_sampled) for episode in episodes], "cross_entropy"
+    ).result()
     return [np.array(output["logprobs"].tolist()) for output in outputs.loss_fn_outputs]
 
 
 def test_gradient_has_truncated_importance_weights(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
     advantages = (1.5, -0.5)
-    model, by_hand = (moved_away(service, episodes[:1] * 6) for _ in range(2))
+    model, by_hand = (create_trained_client(service, episodes[:1] * 6) for _ in range(2))
     data = [episode.datum(advantage) for episode, advantage in zip(episodes, advantages, strict=True)]
     passed = model.forward_backward(data, "stable_reinforce").result()
 
-    logprobs = logprobs_of(by_hand, episodes)
+    logprobs = get_logprobs(by_hand, episodes)
     ratios = [np.exp(now - episode.q)[episode.is_sampled == 1] for now, episode in zip(logprobs, episodes, strict=True)]
     assert (np.concatenate(ratios) > 2).any() and (np.concatenate(ratios) < 2).any()
+
     weights = [
         episode.is_sampled * advantage * np.minimum(np.exp(now - episode.q), 2.0)
         for now, episode, advantage in zip(logprobs, episodes, advantages, strict=True)
     ]
-    weighted = [episode.weighted(weight) for episode, weight in zip(episodes, weights, strict=True)]
+    weighted = [episode.make_weighted_datum(weight) for episode, weight in zip(episodes, weights, strict=True)]
     expected = by_hand.forward_backward(weighted, "cross_entropy").result()
     assert passed.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
     assert passed.metrics["clip_fraction:mean"] == pytest.approx((np.concatenate(ratios) > 2).mean())
+
     norm = step(model)
     assert norm > 0.1 and norm == pytest.approx(step(by_hand), rel=1e-5)
-    for ours, theirs in zip(logprobs_of(model, episodes), logprobs_of(by_hand, episodes), strict=True):
+    for ours, theirs in zip(get_logprobs(model, episodes), get_logprobs(by_hand, episodes), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
 def test_penalty_pulls_towards_recorded_logprobs(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
-    model = moved_away(service, episodes[:1] * 6)
+    model = create_trained_client(service, episodes[:1] * 6)
     data = [episode.datum(0.0) for episode in episodes]
     passed = model.forward(data, "stable_reinforce", {"kl_coeff": 0.3}).result()
     gaps = [
         (now - episode.q)[episode.is_sampled == 1]
-        for now, episode in zip(logprobs_of(model, episodes), episodes, strict=True)
+        for now, episode in zip(get_logprobs(model, episodes), episodes, strict=True)
     ]
     assert passed.metrics["loss:sum"] == pytest.approx(0.15 * (np.concatenate(gaps) ** 2).sum(), rel=1e-5)
 
 
 def test_wrong_span_fails_the_future(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
-    model = moved_away(service)
+    model = create_trained_client(service)
     whole = episodes[0].datum(1.0)
     unknown = [types.SampledProvenanceSpan(sequence_id="seq-unknown", length=whole.model_input.length)]
     assert whole.loss_fn_input_spans is not None
+
     for datum, config, message in (
         (
             whole.with_provenance(unknown, unknown),
             None,
             "model_input_spans.0.: no logprobs are recorded.*'seq-unknown'",
         ),
-        (episodes[0].weighted(episodes[0].is_sampled), None, "data.0..loss_fn_input_spans: missing"),
+        (episodes[0].make_weighted_datum(episodes[0].is_sampled), None, "data.0..loss_fn_input_spans: missing"),
         (whole, {"alpha": 1.0}, "loss_fn_config.alpha: stable_reinforce takes clip_high_threshold, kl_coeff"),
         (whole, {"kl_coeff": "x"}, "loss_fn_config.kl_coeff 'x' must be a finite number"),
     ):
@@ -177,14 +187,14 @@ def test_wrong_span_fails_the_future(service: tinker.ServiceClient, episodes: li
 
 
 def test_unrecorded_sample_has_no_provenance(service: tinker.ServiceClient) -> None:
-    model = moved_away(service)
+    model = create_trained_client(service)
     episode = play(model.save_weights_and_get_sampling_client().result(), 1)
     with pytest.raises(tinker.RequestFailedError, match="sample with record_stability_info"):
         model.forward([episode.datum(1.0)], "stable_reinforce").result()
 
 
 def test_other_losses_ignore_provenance(service: tinker.ServiceClient) -> None:
-    model = moved_away(service)
+    model = create_trained_client(service)
     episode = play(model.save_weights_and_get_sampling_client().result(), 1)
     passed = model.forward([episode.datum(1.0)], "importance_sampling").result()
     assert math.isfinite(passed.metrics["loss:sum"])
@@ -195,7 +205,7 @@ def test_reuse_extends_expiry(server: Server, service: tinker.ServiceClient, epi
         rows = server.store.read(lambda tx: tx.exec(select(StabilityRow)).all())
         return {row.sequence_id: row.last_used_at for row in rows}
 
-    model = moved_away(service)
+    model = create_trained_client(service)
     old, used = ({span.sequence_id for span in episode.spans} for episode in episodes)
     server.store.write(lambda tx: recorded_logprobs.touch(tx, old, 1.0))
     with pytest.raises(tinker.RequestFailedError, match="within a day of sampling"):

@@ -1,4 +1,4 @@
-"""Requests of web pages and through proxies, to servers with and without API keys."""
+"""Requests from web pages and through proxies, to servers with and without API keys."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server_with_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a key, which its client sends."""
     with live_api(settings(tmp_path_factory.mktemp("data"))) as server:
         server.client.headers["x-api-key"] = create_key(server)
@@ -43,7 +43,7 @@ def create_key(server: Server) -> str:
 
 
 def get(server: Server, path: str, headers: Mapping[str, str]) -> httpx.Response:
-    """Call with the port of the server in place of PORT."""
+    """Send a GET request. PORT in a header stands for the server's port."""
     port = str(httpx.URL(server.url).port)
     return server.client.get(path, headers={name: value.replace("PORT", port) for name, value in headers.items()})
 
@@ -87,7 +87,7 @@ def test_clients_are_served_while_no_key_is_required(open_server: Server, header
 
 
 def test_web_page_cannot_sample_or_poll(open_server: Server) -> None:
-    """A browser sends such requests without asking the server first (no-cors)."""
+    """A browser sends such requests without a preflight request (no-cors)."""
     for endpoint in ("asample", "retrieve_future", "create_session"):
         refused = open_server.client.post(
             f"/api/v1/{endpoint}",
@@ -98,9 +98,9 @@ def test_web_page_cannot_sample_or_poll(open_server: Server) -> None:
 
 
 @pytest.mark.parametrize("headers", [*STRANGERS, *CLIENTS])
-def test_a_key_suffices_and_is_required_once_one_exists(keyed_server: Server, headers: dict[str, str]) -> None:
-    assert get(keyed_server, SESSIONS, headers).status_code == 200
-    assert get(keyed_server, SESSIONS, {**headers, "x-api-key": "tml-wrong"}).status_code == 401
+def test_a_key_suffices_and_is_required_once_one_exists(server_with_key: Server, headers: dict[str, str]) -> None:
+    assert get(server_with_key, SESSIONS, headers).status_code == 200
+    assert get(server_with_key, SESSIONS, {**headers, "x-api-key": "tml-wrong"}).status_code == 401
 
 
 def test_first_key_ends_the_refusals_of_a_running_server(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Idempotency of requests, seeds that the server draws, and ids that the SDK builds itself."""
+"""Idempotent requests, seeds that the server draws, and ids that the SDK constructs."""
 
 import json
 import socket
@@ -123,6 +123,7 @@ def test_stop_strings_and_stop_tokens_are_separated(
     body = {"sampling_session_id": base_sampler(server), "prompt": PROMPT, "sampling_params": params}
     request = server.read_request(server.post("asample", **body).json()["request_id"])
     assert isinstance(request, requests.Sample)
+
     assert request.params == requests.SamplingParams(
         seed=2**64 - 1,
         temperature=0.0,
@@ -147,7 +148,7 @@ def test_loss_config_is_read_from_its_newer_form(server: Server) -> None:
 
 
 def test_oldest_sdk_requests_are_accepted(server: Server) -> None:
-    """SDKs up to 0.16 send only what was set, nulls included, and no types."""
+    """SDKs up to 0.16 send only the fields that were set, including nulls, and no types."""
     model_id = server.model()
     data = [
         {
@@ -156,6 +157,7 @@ def test_oldest_sdk_requests_are_accepted(server: Server) -> None:
         }
     ]
     inputs = {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": None}
+
     for path, name, backward in (
         ("forward_backward", "forward_backward_input", True),
         ("forward", "forward_input", False),
@@ -165,6 +167,7 @@ def test_oldest_sdk_requests_are_accepted(server: Server) -> None:
         assert isinstance(request, requests.ModelPass) and request.backward is backward
         assert request.data[0].tokens.tolist() == [1, 2]
         assert request.data[0].loss_inputs["target_tokens"].dtype == np.int64
+
     step = server.post("optim_step", model_id=model_id, adam_params={"learning_rate": 0.5})
     request = server.read_request(step.json()["request_id"])
     assert request == requests.OptimStep(params=requests.OptimizerParams(learning_rate=0.5))
@@ -208,7 +211,7 @@ def test_body_over_the_limit_returns_413(server: Server) -> None:
 
 
 def test_retried_ephemeral_save_has_the_sampling_session_of_the_first(server: Server) -> None:
-    """The SDK counts its sampling sessions on, each time that it sends the same save."""
+    """The SDK increments the number of its sampling session whenever it sends the same save again."""
     model_id = server.model()
     first = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
     again = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=1)
@@ -227,6 +230,7 @@ def test_incomplete_body_has_no_effect(server: Server, caplog: pytest.LogCapture
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head + half)
         time.sleep(0.1)
+
     until(lambda: "disconnected while sending the body" in caplog.text)
     assert "ERROR" not in caplog.text
     whole = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1})
@@ -237,6 +241,7 @@ def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(serv
     model_id, old, new = ModelId(server.model()), SamplerId("art-old"), SamplerId("art-new")
     session_id = SessionId(model_id.split(":")[0])
     name = SamplingSessionId(f"{session_id}:sample:0")
+
     row = SamplingSessionRow(
         sampling_session_id=name,
         session_id=session_id,
@@ -247,6 +252,7 @@ def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(serv
         last_used_at=time.time(),
         is_inflight=True,
     )
+
     server.store.write(lambda tx: sampling_sessions.create_session(tx, row))
     translate, translated = sampling.translate_sample, []
 

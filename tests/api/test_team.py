@@ -1,4 +1,4 @@
-"""Three owners with keys, weights and quotas at once, through the SDK: results, shares, and what each view counts."""
+"""Three owners with keys, weights and quotas work at once with the SDK: results, shares, and usage in each view."""
 
 import json
 import os
@@ -32,17 +32,17 @@ from tests.support.polling import until
 
 WEIGHTS = {"ann": 3, "bob": 1, "eve": 1}
 PASSES = {"ann": 24, "bob": 12, "eve": 60}
-"""Eve floods: she always has more waiting than the others."""
+"""Eve floods the server: she always has more waiting passes than the other owners."""
 SAMPLES = {"ann": 3, "bob": 3, "eve": 40}
 TOKENS, PROMPT_TOKENS, SAMPLED = 16, 3, 8
 ADAM = tinker.AdamParams(learning_rate=0.01)
 QUOTAS = {"models_in_training": 9, "training_tokens_per_day": 10**6, "checkpoint_bytes": 10**9}
-"""Quotas of Eve, which refuse nothing."""
+"""Eve's quotas, which are too high to refuse anything."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The losses by pass of an owner, and the tokens with their log-probabilities by sample."""
+    """An owner's losses by pass, and the tokens and logprobs of each sample."""
 
     losses: Sequence[float]
     samples: Sequence[tuple[Sequence[int], Sequence[float]]]
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Gate:
-    """Holds the first pass on the device until all owners have submitted theirs."""
+    """Blocks the first pass on the device until all owners have submitted their passes."""
 
     def __init__(self, backend: FakeBackend, patch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
@@ -76,7 +76,7 @@ def datum(seed: int) -> tinker.Datum:
 
 
 def num_waiting(stack: LiveStack) -> int:
-    """Return the number of passes that the server has accepted and that have no result."""
+    """Return the number of passes that the server has accepted and that have no result yet."""
     is_waiting = (RequestRow.kind == "model_pass", RequestRow.status == "open")
     wanted = select(func.count()).select_from(RequestRow).where(*is_waiting)
     return stack.server.store.read(lambda tx: tx.exec(wanted).one())
@@ -85,20 +85,22 @@ def num_waiting(stack: LiveStack) -> int:
 def work(
     stack: LiveStack, owner: str, key: str, owners: Sequence[str], phase: threading.Barrier, gate: Gate
 ) -> Outcome:
-    """Train, save, and sample, each with all requests at once."""
+    """Train, save and sample. Each phase sends all requests at once."""
     with tinker.ServiceClient(base_url=stack.url, api_key=key, project_id=f"of-{owner}") as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4, seed=7).result()
-        phase.wait(60)  # the gate stops the engine, and with it the creation of models
+        phase.wait(60)  # the closed gate also stops the engine from creating models
         first = training.forward_backward([datum(0)], "cross_entropy"), training.optim_step(ADAM)
-        # No step between these: the owner always has work until the last one.
+
+        # There is no step between these passes, so the owner has work until the last one.
         passes = [training.forward_backward([datum(number)], "cross_entropy") for number in range(1, PASSES[owner])]
         step = training.optim_step(ADAM)
         if phase.wait(60) == 0:
-            until(lambda: num_waiting(stack) == sum(PASSES[each] for each in owners))
+            until(lambda: num_waiting(stack) == sum(PASSES[name] for name in owners))
             gate.open()
         first[1].result(timeout=60)
-        losses = [each.result(timeout=60).metrics["loss:sum"] for each in (first[0], *passes)]
+        losses = [future.result(timeout=60).metrics["loss:sum"] for future in (first[0], *passes)]
         step.result(timeout=60)
+
         training.save_state("end").result()
         sampling = training.save_weights_and_get_sampling_client().result()
         prompt = tinker.ModelInput.from_ints(list(range(1, 1 + PROMPT_TOKENS)))
@@ -106,8 +108,8 @@ def work(
             sampling.sample(prompt, 1, tinker.SamplingParams(max_tokens=SAMPLED, seed=number, stop=[]))
             for number in range(SAMPLES[owner])
         ]
-        found = [each.result(timeout=60).sequences[0] for each in drawn]
-        return Outcome(losses, [(each.tokens, each.logprobs or []) for each in found], training.model_id)
+        found = [future.result(timeout=60).sequences[0] for future in drawn]
+        return Outcome(losses, [(sequence.tokens, sequence.logprobs or []) for sequence in found], training.model_id)
 
 
 def make_key(stack: LiveStack, owner: str, scope: KeyScope = "user") -> str:
@@ -118,9 +120,10 @@ def make_key(stack: LiveStack, owner: str, scope: KeyScope = "user") -> str:
 
 
 def together(stack: LiveStack, owners: Sequence[str]) -> dict[str, Outcome]:
-    """Let these owners work at once."""
+    """Let the owners work at the same time and return their outcomes."""
     outcomes: dict[str, Outcome] = {}
     phase, made = threading.Barrier(len(owners)), {owner: make_key(stack, owner) for owner in owners}
+
     with pytest.MonkeyPatch.context() as patch:
         assert isinstance(stack.backend, FakeBackend)
         gate = Gate(stack.backend, patch)
@@ -134,13 +137,14 @@ def together(stack: LiveStack, owners: Sequence[str]) -> dict[str, Outcome]:
             thread.start()
         for thread in threads:
             thread.join()
+
     assert outcomes.keys() == set(owners)
     return outcomes
 
 
 @dataclass(frozen=True)
 class Team:
-    """A server after the three have worked at once, and what they got; and what they get alone."""
+    """A server after three owners have worked at once, their outcomes, and the outcomes of Ann and Bob alone."""
 
     stack: LiveStack
     folder: Path
@@ -189,7 +193,7 @@ def test_a_flood_changes_no_bit_of_the_results_of_others(team: Team) -> None:
 
 
 def test_a_flood_takes_no_more_than_its_share_of_training(team: Team) -> None:
-    """When Ann, with weight 3 of 5, has her 24 passes, the others have 8 each, give or take what runs at once."""
+    """Ann has weight 3 of 5: after her 24 passes the other owners have 8 each, plus or minus the running passes."""
 
     def read(tx) -> list[tuple[float, str]]:
         rows = tx.exec(select(RunPointRow).where(RunPointRow.kind == "train")).all()
@@ -212,21 +216,21 @@ def window() -> tuple[datetime, datetime]:
 
 def test_usage_of_the_sdk_is_the_work_to_the_token(team: Team) -> None:
     reported = tinker.AdminClient(base_url=team.stack.url, api_key=team.admin).get_billing_usage(*window()).result()
-    assert counted([event.model_dump(mode="json") for event in reported.data]) == EXPECTED
+    assert count_usage([event.model_dump(mode="json") for event in reported.data]) == EXPECTED
 
 
 def test_usage_of_the_tinker_command_agrees(team: Team) -> None:
-    start, end = (f"{each:%Y-%m-%dT%H:%M:%SZ}" for each in window())
+    start, end = (f"{moment:%Y-%m-%dT%H:%M:%SZ}" for moment in window())
     command = [sys.executable, "-m", "tinker.cli", "--format", "json", "billing", "usage", start, end]
     environment = {**os.environ, "TINKER_BASE_URL": team.stack.url, "TINKER_API_KEY": team.admin}
-    # In a process of its own: the command keeps its client for the server of the first call.
+    # A separate process, because the command keeps the client of the first server that it calls.
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
-    assert counted(json.loads(shown.stdout)["data"]) == EXPECTED
+    assert count_usage(json.loads(shown.stdout)["data"]) == EXPECTED
 
 
-def counted(events: Sequence[dict]) -> dict[str, dict[str, int]]:
-    """Return tokens and checkpoints by owner and kind."""
+def count_usage(events: Sequence[dict]) -> dict[str, dict[str, int]]:
+    """Return the numbers of tokens and checkpoints by owner and kind."""
     found: dict[str, dict[str, int]] = {}
     for event in events:
         info = event["event_info"]
@@ -241,6 +245,7 @@ def test_usage_of_the_command_and_the_console_agree(team: Team, capsys: pytest.C
     rows = {row["owner"]: row for row in json.loads(capsys.readouterr().out)}
     with httpx.Client(base_url=team.stack.url, timeout=30) as client:
         page = Browser(client).log_in(team.admin).get("/usage?by=owner").text
+
     for owner, amounts in EXPECTED.items():
         row = rows[owner]
         assert (row["training_tokens"], row["prefill_tokens"], row["sampled_tokens"]) == (

@@ -1,4 +1,4 @@
-"""Every command of the SDK's own command line, against a server: what it shows, and that it ends."""
+"""Every command of the SDK's command line against a server: its output, and that it ends."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @dataclass(frozen=True)
-class Shown:
+class CommandResult:
     """The output and exit status of a command."""
 
     status: int
@@ -38,7 +38,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Place:
+class CliServer:
     """A server with a run and three checkpoints of a user."""
 
     stack: LiveStack
@@ -49,15 +49,15 @@ class Place:
     external: str
     folder: Path
 
-    def tinker(self, *arguments: str, succeeds: bool = True) -> Shown:
-        """Run a command; fail if it does not end in time or with the expected status."""
-        done: list[Shown] = []
+    def tinker(self, *arguments: str, succeeds: bool = True) -> CommandResult:
+        """Run a command. Fails if it does not end in time or with the expected status."""
+        done: list[CommandResult] = []
 
         def work() -> None:
             result = CliRunner().invoke(main_cli, list(arguments))
             error = result.exception
             text = f"{error.message}\n{error.details}" if isinstance(error, TinkerCliError) else repr(error)
-            done.append(Shown(result.exit_code, result.stdout, text if error else ""))
+            done.append(CommandResult(result.exit_code, result.stdout, text if error else ""))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
@@ -69,13 +69,13 @@ class Place:
     def json(self, *arguments: str) -> dict:
         return self.tinker("--format", "json", *arguments).json
 
-    def listed(self) -> dict[str, dict]:
+    def list_checkpoints(self) -> dict[str, dict]:
         shown = self.json("checkpoint", "list", "--run-id", self.run_id)
         return {checkpoint["tinker_path"]: checkpoint for checkpoint in shown["checkpoints"]}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     with pytest.MonkeyPatch.context() as patch, live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
         home = tmp_path_factory.mktemp("home")
         for name, value in {
@@ -85,10 +85,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             "TINKER_TELEMETRY": "0",
         }.items():
             patch.setenv(name, value)
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # reads its variable only at import
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # reads its environment variable only at import
+
         with tinker.ServiceClient() as service:
             client = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
-            yield Place(
+            yield CliServer(
                 stack=stack,
                 run_id=client.model_id,
                 session_id=client.model_id.split(":")[0],
@@ -100,83 +101,89 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.fixture
-def place(served: Place, tmp_path: Path) -> Place:
-    return replace(served, folder=tmp_path)
+def place(cli_server: CliServer, tmp_path: Path) -> CliServer:
+    return replace(cli_server, folder=tmp_path)
 
 
-def version(place: Place) -> None:
+def version(place: CliServer) -> None:
     assert "0." in place.tinker("version").out
 
 
-def model_list(place: Place) -> None:
+def model_list(place: CliServer) -> None:
     assert PUBLIC_NAME in place.tinker("model", "list").out
     assert PUBLIC_NAME in json.dumps(place.json("model", "list", "qwen"))
 
 
-def run_list(place: Place) -> None:
+def run_list(place: CliServer) -> None:
     assert place.run_id in place.tinker("run", "list").out
     assert place.run_id in json.dumps(place.json("run", "list", "--limit", "0"))
 
 
-def run_info(place: Place) -> None:
+def run_info(place: CliServer) -> None:
     assert PUBLIC_NAME in place.tinker("run", "info", place.run_id).out
     assert "does not exist" in place.tinker("run", "info", "unknown:train:0", succeeds=False).error
 
 
-def checkpoint_list(place: Place) -> None:
-    assert set(place.listed()) >= {place.state, place.sampler, place.external}
+def checkpoint_list(place: CliServer) -> None:
+    assert set(place.list_checkpoints()) >= {place.state, place.sampler, place.external}
     for text in (place.tinker("checkpoint", "list").out, place.tinker("checkpoint", "list", "--limit", "0").out):
         assert "sampler_weights/sampler" in text
 
 
-def checkpoint_info(place: Place) -> None:
+def checkpoint_info(place: CliServer) -> None:
     for path, kind in ((place.state, "training"), (place.sampler, "sampler"), (place.external, "external")):
         shown = place.json("checkpoint", "info", path)
         assert kind in json.dumps(shown) and path in json.dumps(shown)
     assert "not found" in place.tinker("checkpoint", "info", f"{place.state}2", succeeds=False).error
 
 
-def checkpoint_download(place: Place) -> None:
+def checkpoint_download(place: CliServer) -> None:
     for path in (place.external, place.state):
         out = place.folder / path.rpartition("/")[2]
         place.tinker("checkpoint", "download", path, "--output", str(out))
         (folder,) = out.iterdir()
         assert {file.name for file in folder.iterdir()} == ADAPTER
-    assert set(place.listed()) == {place.state, place.sampler, place.external}  # no export is left behind
+
+    assert set(place.list_checkpoints()) == {
+        place.state,
+        place.sampler,
+        place.external,
+    }  # the temporary export is deleted
     refused = place.tinker("checkpoint", "download", place.sampler, "--output", str(place.folder), succeeds=False)
     assert "cannot be downloaded" in refused.error
 
 
-def checkpoint_set_ttl(place: Place) -> None:
+def checkpoint_set_ttl(place: CliServer) -> None:
     place.tinker("checkpoint", "set-ttl", place.external, "--ttl", "7200")
-    assert place.listed()[place.external]["expires_at"] is not None
+    assert place.list_checkpoints()[place.external]["expires_at"] is not None
     place.tinker("checkpoint", "set-ttl", place.external, "--remove")
-    assert place.listed()[place.external]["expires_at"] is None
+    assert place.list_checkpoints()[place.external]["expires_at"] is None
     assert "ttl" in place.tinker("checkpoint", "set-ttl", place.external, "--ttl", "60", succeeds=False).error.lower()
 
 
-def checkpoint_delete(place: Place) -> None:
+def checkpoint_delete(place: CliServer) -> None:
     answer = place.stack.server.post("save_weights", model_id=place.run_id, path="doomed")
     doomed = str(place.stack.server.result(answer)["path"])
-    assert doomed in place.listed()
+    assert doomed in place.list_checkpoints()
     place.tinker("checkpoint", "delete", doomed, "--yes")
-    assert doomed not in place.listed()
+    assert doomed not in place.list_checkpoints()
     assert "Failed to delete 1 checkpoint" in place.tinker("checkpoint", "delete", doomed, "--yes").out
 
 
-def checkpoint_publish(place: Place) -> None:
+def checkpoint_publish(place: CliServer) -> None:
     place.tinker("checkpoint", "publish", place.sampler)
-    assert place.listed()[place.sampler]["public"] is True
-    place.tinker("checkpoint", "publish", place.sampler)  # a second time is no conflict: the client would retry it
+    assert place.list_checkpoints()[place.sampler]["public"] is True
+    # Publishing twice is not a conflict, which the client would retry.
+    place.tinker("checkpoint", "publish", place.sampler)
 
 
-def checkpoint_unpublish(place: Place) -> None:
+def checkpoint_unpublish(place: CliServer) -> None:
     place.tinker("checkpoint", "unpublish", place.sampler)
-    assert place.listed()[place.sampler]["public"] is False
+    assert place.list_checkpoints()[place.sampler]["public"] is False
 
 
-def checkpoint_push_hf(place: Place) -> None:
-    """Uploads to a fake hub receive the adapter, for training and external checkpoints."""
+def checkpoint_push_hf(place: CliServer) -> None:
+    """A fake hub receives the adapter of training checkpoints and of external weights."""
     assert "Not logged in" in place.tinker("checkpoint", "push-hf", place.external, succeeds=False).error
     pushed: dict[str, dict[str, bytes]] = {}
 
@@ -197,11 +204,11 @@ def checkpoint_push_hf(place: Place) -> None:
     assert pushed["user/external"]["adapter_model.safetensors"] == pushed["user/state"]["adapter_model.safetensors"]
 
 
-def auth_status(place: Place) -> None:
+def auth_status(place: CliServer) -> None:
     assert "accessible: yes" in place.tinker("auth", "status").out
 
 
-def auth_login(place: Place) -> None:
+def auth_login(place: CliServer) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(place.folder))
         patch.setattr("tinker.cli.login.prompt_api_key", lambda: "tml-local")
@@ -209,7 +216,7 @@ def auth_login(place: Place) -> None:
         assert "Already logged in" in place.tinker("auth", "login", succeeds=False).error
 
 
-def auth_logout(place: Place) -> None:
+def auth_logout(place: CliServer) -> None:
     auth_login(place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(place.folder))
@@ -217,11 +224,11 @@ def auth_logout(place: Place) -> None:
         assert "nothing to log out" in place.tinker("auth", "logout", succeeds=False).error
 
 
-def auth_whoami(place: Place) -> None:
+def auth_whoami(place: CliServer) -> None:
     assert "tml:user:local" in place.tinker("auth", "whoami").out
 
 
-def billing_usage(place: Place) -> None:
+def billing_usage(place: CliServer) -> None:
     today = datetime.now(UTC).date()
     window = str(today - timedelta(days=1)), str(today + timedelta(days=1))
     place.tinker("billing", "usage", *window, "--csv", str(place.folder / "usage.csv"))
@@ -231,11 +238,11 @@ def billing_usage(place: Place) -> None:
     assert "14 days" in place.tinker("billing", "usage", *too_long, succeeds=False).error
 
 
-def billing_checkpoint_storage(place: Place) -> None:
+def billing_checkpoint_storage(place: CliServer) -> None:
     place.tinker("billing", "checkpoint-storage", "--csv", str(place.folder / "storage.csv"))
 
 
-def session_export_trace(place: Place) -> None:
+def session_export_trace(place: CliServer) -> None:
     file = place.folder / "out" / "session.pftrace"
     place.tinker("session", "export-trace", place.session_id, "--output", str(file))
     trace = Trace.FromString(file.read_bytes())
@@ -245,7 +252,7 @@ def session_export_trace(place: Place) -> None:
     assert httpx.get(url).status_code == 200 and httpx.get(url.replace("session-", "session-0")).status_code == 403
 
 
-COMMANDS: dict[str, Callable[[Place], None]] = {
+COMMANDS: dict[str, Callable[[CliServer], None]] = {
     "auth login": auth_login,
     "auth logout": auth_logout,
     "auth status": auth_status,
@@ -283,5 +290,5 @@ def test_every_sdk_command_is_covered() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command(command: str, place: Place) -> None:
+def test_a_command(command: str, place: CliServer) -> None:
     COMMANDS[command](place)

@@ -1,4 +1,4 @@
-"""The server over HTTPS, with the real SDK."""
+"""The server over HTTPS with the real SDK."""
 
 import socket
 import ssl
@@ -29,11 +29,11 @@ def server(certificate: Certificate, tmp_path_factory: pytest.TempPathFactory) -
         max_connections_per_address=8,
         header_timeout_s=1.0,
     )
-    with live_api(settings) as server, client_of(server, certificate) as server.client:
+    with live_api(settings) as server, make_client(server, certificate) as server.client:
         yield server
 
 
-def client_of(server: Server, certificate: Certificate) -> httpx.Client:
+def make_client(server: Server, certificate: Certificate) -> httpx.Client:
     verify = ssl.create_default_context(cafile=certificate.authority)
     return httpx.Client(base_url=server.url, timeout=30, verify=verify)
 
@@ -52,11 +52,11 @@ def test_unknown_certificate_is_refused_by_the_client(server: Server) -> None:
 
 
 def test_silent_handshakes_end_and_keep_no_client_out(server: Server, certificate: Certificate) -> None:
-    """A connection counts before its handshake, which the HTTP protocol does not see."""
+    """A connection counts before its TLS handshake, which the HTTP protocol does not see."""
     url = httpx.URL(server.url)
     silent = [socket.create_connection((url.host, url.port), timeout=10) for _ in range(20)]
     try:
-        with client_of(server, certificate) as new_client:
+        with make_client(server, certificate) as new_client:
             assert new_client.post("/api/v1/create_session", json={"tags": []}).status_code == 200
         for connection in silent:
             assert connection.recv(100) == b""

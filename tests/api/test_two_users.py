@@ -18,7 +18,7 @@ TOKENS = [5, 6, 7, 8, 9, 10]
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Somebody with a key, as the SDK's clients."""
+    """An owner's key and SDK clients."""
 
     key: str
     service: tinker.ServiceClient
@@ -42,10 +42,10 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
         yield made
         for user in made.values():
             user.service.holder.close()
-    gc.collect()  # what the SDK leaves is collected here, where the warnings about it are ignored
+    gc.collect()  # collect the SDK's unclosed objects here, where their warnings are ignored
 
 
-def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+def train_client(service: tinker.ServiceClient) -> tinker.TrainingClient:
     client = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
     client.forward_backward([datum()], "cross_entropy").result()
     client.optim_step(types.AdamParams(learning_rate=0.1)).result()
@@ -63,7 +63,7 @@ def loss(client: tinker.TrainingClient) -> float:
 
 def test_recorded_samples_are_private_to_their_owner(users: Users) -> None:
     ann, bob = (user.service for user in users.values())
-    sampler = trained(ann).save_weights_and_get_sampling_client(record_stability_info=True).result()
+    sampler = train_client(ann).save_weights_and_get_sampling_client(record_stability_info=True).result()
     params = types.SamplingParams(max_tokens=3, seed=1, stop=[])
     (drawn,) = sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params).result().sequences
     tokens = [*TOKENS, *drawn.tokens]
@@ -72,22 +72,23 @@ def test_recorded_samples_are_private_to_their_owner(users: Users) -> None:
     inputs = {"target_tokens": np.array(tokens[1:]), "logprobs": np.zeros_like(advantages), "advantages": advantages}
     plain = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
-    def sampled(length: int) -> types.SampledProvenanceSpan:
+    def make_span(length: int) -> types.SampledProvenanceSpan:
         return types.SampledProvenanceSpan(sequence_id=drawn.sequence_id, length=length)
 
     after_first = types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=1, length=len(TOKENS) - 1)
-    traced = plain.with_provenance(model_input=[prompt, sampled(2)], loss_fn_inputs=[after_first, sampled(3)])
-    assert np.isfinite(trained(ann).forward([traced], "stable_reinforce").result().metrics["loss:sum"])
+    traced = plain.with_provenance(model_input=[prompt, make_span(2)], loss_fn_inputs=[after_first, make_span(3)])
+    assert np.isfinite(train_client(ann).forward([traced], "stable_reinforce").result().metrics["loss:sum"])
     with pytest.raises(tinker.RequestFailedError, match=f"no logprobs are recorded.*{drawn.sequence_id}") as failure:
-        trained(bob).forward([traced], "stable_reinforce").result()
+        train_client(bob).forward([traced], "stable_reinforce").result()
     assert failure.value.category == types.RequestErrorCategory.User
 
 
 def test_weights_access_token_delegates_access(users: Users) -> None:
     ann, bob = (user.service for user in users.values())
     key = users["ann"].key
-    client = trained(ann)
+    client = train_client(ann)
     path = client.save_state("lent").result().path
+
     for make in (bob.create_training_client_from_state, bob.create_training_client_from_state_with_optimizer):
         with pytest.raises(tinker.RequestFailedError, match="there is no such checkpoint"):
             make(path).result()
@@ -96,6 +97,7 @@ def test_weights_access_token_delegates_access(users: Users) -> None:
         assert failure.value.category == types.RequestErrorCategory.User and "tml-unknown" not in str(failure.value)
         borrowed = make(path, weights_access_token=key).result()
         assert loss(borrowed) == loss(client)
+
     own = bob.create_lora_training_client(PUBLIC_NAME, rank=8, seed=5).result()
     with pytest.warns(FutureWarning, match="load_state"):
         own.load_state(path, weights_access_token=key).result()
@@ -104,7 +106,7 @@ def test_weights_access_token_delegates_access(users: Users) -> None:
 
 def test_weights_access_token_allows_a_copy(users: Users) -> None:
     bob, rest, key = users["bob"].service, users["bob"].rest, users["ann"].key
-    client = trained(users["ann"].service)
+    client = train_client(users["ann"].service)
     path = client.save_state("copied").result().path
     with pytest.raises(tinker.NotFoundError):
         rest.copy_weights(path, "project").result()

@@ -11,7 +11,7 @@ from tests.support import client_environments
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
 
-# Of each module, because asyncio cannot start an event loop in this thread while playwright runs.
+# Module scope, because asyncio cannot start an event loop in this thread while playwright runs.
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
     playwright = pytest.importorskip("playwright.sync_api")
@@ -26,7 +26,7 @@ def chromium() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory for pictures: `CONSOLE_SCREENSHOTS`, or one that pytest removes."""
+    """Return the directory for screenshots: `CONSOLE_SCREENSHOTS`, or a temporary directory."""
     named = os.environ.get("CONSOLE_SCREENSHOTS")
     folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)

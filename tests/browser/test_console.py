@@ -47,7 +47,10 @@ def train(client: tinker.TrainingClient, steps: int) -> None:
 
 
 def wait_for_number(element: Any, name: str, least: int) -> int:
-    """Wait until an attribute is at least a number; the page forbids `wait_for_function`, which evaluates."""
+    """Wait until an attribute is at least a number.
+
+    The page forbids `wait_for_function`, which evaluates code.
+    """
     end = time.monotonic() + WITHIN_MS / 1000
     while (found := int(element.get_attribute(name) or 0)) < least:
         assert time.monotonic() < end, f"{name} is {found}, not {least}"
@@ -71,6 +74,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.get_by_role("alert").wait_for()
     (refusal,) = watched.problems
     assert "status of 401" in refusal
+
     watched.problems.clear()
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Log in").click()
@@ -79,12 +83,14 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
 
     page.goto("/training_runs")
     page.get_by_text("No runs yet").wait_for()
+
     with tinker.ServiceClient(base_url=base, api_key=key, project_id="maths") as service:
         first = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
-        page.locator("table a").first.wait_for()  # by polling, without a reload
+        page.locator("table a").first.wait_for()  # the page polls, so it needs no reload
         page.locator("table a").first.click()
         page.get_by_text("No training steps yet").wait_for()
         train(first, 3)
+
         wait_for_points(page, 3)
         train(first, 4)
         wait_for_points(page, 7)
@@ -94,6 +100,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
         params = types.SamplingParams(max_tokens=6, seed=1)
         sampler = first.save_weights_and_get_sampling_client().result()
         sampler.sample(types.ModelInput.from_ints([1, 2]), num_samples=2, sampling_params=params).result()
+
     page.screenshot(path=screenshots / "curves.png")
     page.get_by_label("smooth").fill("0.9")
     page.get_by_label("log y").check()
@@ -130,6 +137,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.get_by_role("button", name="Set lifetime").click()
     page.get_by_text("in 2 d").wait_for()
     assert second.model_id.partition(":")[0].removeprefix("session-")[:8] in page.locator(".lineage").inner_text()
+
     with page.expect_download() as download:
         page.get_by_role("link", name="Download").click()
     assert download.value.suggested_filename == "end.tar"
@@ -142,7 +150,8 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.get_by_role("button", name="Create key").click()
     made = page.locator("#new-key").inner_text()
     runs = httpx.get(f"{base}/api/v1/training_runs", headers={"X-API-Key": made}).json()["training_runs"]
-    assert len(runs) == 2, "the new key is one of the API"
+    assert len(runs) == 2, "the new key works in the API"
+
     page.get_by_role("link", name="Go to keys").click()
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("tr", has_text="laptop").get_by_role("button", name="Revoke").click()
@@ -165,6 +174,7 @@ def test_pages_are_accessible_and_fit(
     with world.browser(root) as browser:
         runs = re.findall(r'href="/training_runs/([^"?]+)"', browser.get("/training_runs").text)
         checkpoints = re.findall(r'href="(/checkpoints/[^"?]+)"', browser.get("/checkpoints").text)
+
     pages = [
         "/overview",
         "/training_runs",
@@ -180,11 +190,13 @@ def test_pages_are_accessible_and_fit(
         "/compare",
         *checkpoints[:1],
     ]
+
     for run in runs[:1]:
         tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
         pages += [f"/training_runs/{run}?tab={tab}" for tab in tabs] + [f"/sessions/{run.partition(':')[0]}"]
     if len(runs) > 1:
         pages.append(f"/compare?runs={runs[0]},{runs[1]}")
+
     about = Subject("owner", "ann")
     for name, value in (
         ("training_tokens_per_day", 10),
@@ -192,6 +204,7 @@ def test_pages_are_accessible_and_fit(
         ("models_in_training", 8),
     ):
         world.server.store.write(lambda tx, n=name, v=value: quotas.put(tx, about, n, v, OPERATOR, time.time()))
+
     everyone, now = Subject("owner", "*"), time.time()
     world.server.store.write(
         lambda tx: quotas.put(tx, everyone, "training_tokens_per_day", 1, OPERATOR, now, over="fail")
@@ -201,6 +214,7 @@ def test_pages_are_accessible_and_fit(
     context = chromium.new_context(
         base_url=base, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
     )
+
     watched = Watched(context, base)
     page = watched.page
     page.goto("/login")
@@ -208,25 +222,27 @@ def test_pages_are_accessible_and_fit(
     page.get_by_label("API key").fill(root)
     page.get_by_role("button", name="Log in").click()
     page.wait_for_url("**/overview")
+
     for number, address in enumerate(pages):
         page.goto(address)
         if "tab=curves" in address:
             wait_for_points(page, 1)
         found = axe.run(page).response["violations"]
-        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], address
+        assert [(violation["id"], [node["html"] for node in violation["nodes"]]) for violation in found] == [], address
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), address
         broken = page.locator(".list button, .list .pill, .list .whole > strong, .list code.whole").evaluate_all(
-            "found => found.filter(each => each.offsetHeight > 44).map(each => each.textContent)"
+            "found => found.filter(element => element.offsetHeight > 44).map(element => element.textContent)"
         )
         assert broken == [], (address, "words are broken into several lines")
         name = re.sub(r"\W+", "-", address.partition("?")[0].strip("/"))[:30]
         page.screenshot(path=screenshots / f"{scheme}-{width}-{number:02d}-{name}.png", full_page=True)
+
     assert watched.problems == []
     context.close()
 
 
 def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any) -> None:
-    """Markup, templates, direction marks and a line of almost a megabyte, wherever a client may name something."""
+    """Covers markup, templates, direction marks and a line of 60,000 characters in names that a client chooses."""
     key = world.key("mallory", "admin")
     with httpx.Client(base_url=f"{world.server.url}/api/v1", headers={"X-API-Key": key}, timeout=60) as client:
 
@@ -243,6 +259,7 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any
         run = f"{session}:train:0"
         client.put(f"/sessions/{session}/project", json={"project_id": HOSTILE[:100]})
         post(f"training_runs/{run}/metrics", step=1, metrics={HOSTILE: 1.0})
+
     base = world.server.url
     context = chromium.new_context(base_url=base)
     watched = Watched(context, base)
@@ -252,6 +269,7 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Log in").click()
     page.wait_for_url("**/overview")
+
     tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
     shown: dict[str, str] = {}
     for address in ["/training_runs", "/sessions", f"/sessions/{session}", f"/compare?runs={run}"] + [
@@ -262,9 +280,10 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any
         shown[address] = page.locator("main").inner_text()
         assert "\u202e" not in shown[address] and "\x1b" not in shown[address], address
         assert page.locator("main script, main img").count() == 0, address
-    of_session = shown[f"/sessions/{session}"]
-    assert "<script>alert(1)</script>{{7*7}}\\u202etxt" in of_session
-    assert "60,000 characters" in of_session
+
+    session_text = shown[f"/sessions/{session}"]
+    assert "<script>alert(1)</script>{{7*7}}\\u202etxt" in session_text
+    assert "60,000 characters" in session_text
     assert watched.problems == []
     context.close()
 

@@ -1,4 +1,4 @@
-"""The playground in a browser: replies side by side, tokens, what changed, stop, and code that runs."""
+"""The playground in a browser: replies side by side, tokens, differences, stopping, and code that runs."""
 
 import ast
 import json
@@ -43,7 +43,7 @@ def key(world: ConsoleWorld) -> str:
 
 @pytest.fixture(scope="module")
 def run(world: ConsoleWorld, key: str) -> str:
-    """A run of Ann's that one step changed a little, with a sampler checkpoint."""
+    """One of Ann's runs with one small optimizer step and a sampler checkpoint."""
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(list(range(60))),
         loss_fn_inputs={
@@ -51,6 +51,7 @@ def run(world: ConsoleWorld, key: str) -> str:
             "weights": np.ones(60, dtype=np.float32),
         },
     )
+
     with tinker.ServiceClient(base_url=world.server.url, api_key=key) as service:
         client = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         client.forward_backward([datum], "cross_entropy").result()
@@ -60,8 +61,8 @@ def run(world: ConsoleWorld, key: str) -> str:
 
 
 @contextmanager
-def logged_in(world: ConsoleWorld, chromium: Any, key: str, **options: Any) -> Iterator[Any]:
-    """Open a page; nothing may have gone wrong in it at the end."""
+def open_page(world: ConsoleWorld, chromium: Any, key: str, **options: Any) -> Iterator[Any]:
+    """Log in and yield the page. Asserts at the end that nothing went wrong in it."""
     base = world.server.url
     context = chromium.new_context(base_url=base, viewport={"width": 1440, "height": 900}, **options)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -82,7 +83,7 @@ def send(page: Any, text: str, tokens: int = REPLY_TOKENS) -> None:
     page.get_by_label("Message").press("Control+Enter")
 
 
-def finished(page: Any) -> None:
+def wait_until_finished(page: Any) -> None:
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
 
 
@@ -90,13 +91,16 @@ def statuses(page: Any) -> list[str]:
     return page.locator(".panel .status").all_inner_texts()
 
 
-def violations(axe: Any, page: Any) -> list[tuple[str, list[str]]]:
-    """Return what the accessibility checker finds, with the elements."""
-    return [(each["id"], [node["html"] for node in each["nodes"]]) for each in axe.run(page).response["violations"]]
+def find_violations(axe: Any, page: Any) -> list[tuple[str, list[str]]]:
+    """Return the accessibility checker's findings with their elements."""
+    return [
+        (violation["id"], [node["html"] for node in violation["nodes"]])
+        for violation in axe.run(page).response["violations"]
+    ]
 
 
-def number_of(text: str) -> float:
-    """Return the first number of a text with a typographic minus."""
+def parse_number(text: str) -> float:
+    """Return the first number of a text. Its minus may be typographic."""
     found = re.search(r"[+−]?\d+(\.\d+)?(e-?\d+)?", text)
     assert found is not None, text
     return float(found.group().replace("−", "-"))
@@ -117,11 +121,13 @@ def test_two_models_answer_side_by_side(
     world: ConsoleWorld, chromium: Any, key: str, run: str, screenshots: Path
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    with logged_in(world, chromium, key) as page:
+
+    with open_page(world, chromium, key) as page:
         page.goto(f"/training_runs/{run}")
         page.get_by_role("link", name="Open in playground").click()
         page.locator("select.model").nth(1).wait_for()
         assert page.locator("select.model").nth(1).input_value() == f"tinker://{run}/sampler_weights/000001"
+
         send(page, HOSTILE)
         seen: list[list[str]] = []
         end = time.monotonic() + WITHIN_MS / 1000
@@ -129,6 +135,7 @@ def test_two_models_answer_side_by_side(
             assert time.monotonic() < end
             seen.append(statuses(page))
             page.wait_for_timeout(60)
+
         both = [now for now in seen if all(re.match(r"\d+ tok .*writing…", status) for status in now)]
         assert len({tuple(now) for now in both}) > 2, "the replies of both models grow at the same time"
         assert all(f"{REPLY_TOKENS} tok" in status and "length" in status for status in statuses(page))
@@ -141,6 +148,7 @@ def test_two_models_answer_side_by_side(
         tokens.nth(2).hover()
         assert re.search(r"id \d+\s+this token\s+p \d.* · log p [+−]\d", tip.inner_text())
         assert tip.locator(".top").count() == 5
+
         page.get_by_role("heading", name="Playground").hover()
         tip.wait_for(state="hidden")
         tokens.first.focus()
@@ -148,15 +156,17 @@ def test_two_models_answer_side_by_side(
         shown = tip.inner_text()
         page.keyboard.press("End")
         assert tip.inner_text() != shown
+
         page.keyboard.press("Escape")
         tip.wait_for(state="hidden")
         page.screenshot(path=screenshots / "playground-tokens.png")
 
         page.get_by_label("What changed").check()
         page.locator(".change", has_text="Sum").nth(1).wait_for()
-        shown_sum = number_of(page.locator(".change").first.inner_text().partition(":")[2])
+        shown_sum = parse_number(page.locator(".change").first.inner_text().partition(":")[2])
         tokens.nth(3).hover()
         assert re.search(r"difference\s+[+−]\d+\.\d{3}", tip.inner_text()) and PUBLIC_NAME in tip.inner_text()
+
         page.screenshot(path=screenshots / "playground.png")
         reply, prompt = (
             page.evaluate(f"JSON.parse(sessionStorage.playground).panels[0].turns[0].{path}")
@@ -170,18 +180,19 @@ def test_two_models_answer_side_by_side(
             page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
             for view in ("Text", "Tokens", "What changed"):
                 page.get_by_label(view, exact=True).check()
-                assert violations(axe, page) == [], (scheme, view)
+                assert find_violations(axe, page) == [], (scheme, view)
 
         page.reload()
         assert page.locator(".said").first.inner_text() == HOSTILE
         page.get_by_label("Samples").fill("3")
         page.get_by_role("button", name="Add model").click()
         send(page, "And 5 spiders?")
-        finished(page)
+        wait_until_finished(page)
         assert page.locator(".turn:last-child .reply").count() == 9
-        assert violations(axe, page) == []
+        assert find_violations(axe, page) == []
+
         page.get_by_role("button", name="Prompt").first.click()
-        assert violations(axe, page) == []
+        assert find_violations(axe, page) == []
         raw = page.get_by_role("dialog").locator(".raw")
         assert raw.inner_text().count("<|im_start|>") == 4, "two turns of the user, two of the assistant"
         raw.locator(".tok").nth(1).hover()
@@ -194,7 +205,7 @@ def test_two_models_answer_side_by_side(
 def log_likelihoods(
     world: ConsoleWorld, key: str, prompt: list[int], reply: list[int], paths: list[str | None]
 ) -> list[float]:
-    """Return the log-likelihood of a reply under each model, by the SDK in another process."""
+    """Return the log-likelihood of a reply under each model, computed by the SDK in another process."""
     program = (
         "import sys, json, tinker\n"
         "base, prompt, reply, paths = json.loads(sys.stdin.read())\n"
@@ -205,11 +216,12 @@ def log_likelihoods(
         "        scores = client.compute_logprobs(tinker.ModelInput.from_ints(prompt + reply)).result()\n"
         "        print(sum(scores[len(prompt):]))\n"
     )
-    done = in_process([sys.executable, "-c", program], key, json.dumps([world.server.url, prompt, reply, paths]))
+
+    done = run_with_key([sys.executable, "-c", program], key, json.dumps([world.server.url, prompt, reply, paths]))
     return [float(line) for line in done.split()]
 
 
-def in_process(command: list[str], key: str, stdin: str = "") -> str:
+def run_with_key(command: list[str], key: str, stdin: str = "") -> str:
     environment = os.environ | {"TINKER_API_KEY": key}
     done = subprocess.run(
         command, env=environment, input=stdin, capture_output=True, text=True, timeout=60, check=False
@@ -221,7 +233,7 @@ def in_process(command: list[str], key: str, stdin: str = "") -> str:
 def test_the_code_of_a_request_gives_the_same_reply(
     world: ConsoleWorld, chromium: Any, key: str, run: str, client_environment: Any, tmp_path: Path
 ) -> None:
-    with logged_in(world, chromium, key) as page:
+    with open_page(world, chromium, key) as page:
         page.goto(f"/playground?mode=checkpoint&checkpoint=tinker://{run}/sampler_weights/000001")
         page.locator("select.model").first.select_option(f"tinker://{run}/sampler_weights/000001")
         page.get_by_role("button", name="Remove this model").nth(1).click()
@@ -229,23 +241,25 @@ def test_the_code_of_a_request_gives_the_same_reply(
         page.get_by_label("System", exact=True).fill('It\'s "brief" \\ é')
         page.get_by_label("The reply begins with").fill("Well")
         send(page, "What's 2 + 2?\nSay it.")
-        finished(page)
+        wait_until_finished(page)
         reply = page.evaluate("JSON.parse(sessionStorage.playground).panels[0].turns[0].replies[0]")
-        printed = in_process([sys.executable, "-c", code(page, "tinker")], key)
+        printed = run_with_key([sys.executable, "-c", code(page, "tinker")], key)
         assert ast.literal_eval(printed.partition("]")[0] + "]") == [token["id"] for token in reply["tokens"]]
+
         shell, python = code(page, "curl"), code(page, "openai")
         if shutil.which("curl"):
-            answer = json.loads(in_process(["bash", "-c", shell], key))
+            answer = json.loads(run_with_key(["bash", "-c", shell], key))
             assert answer["choices"][0]["message"]["content"] == reply["text"]
         script = tmp_path / "snippet.py"
         script.write_text(f"import os\nos.environ['TINKER_API_KEY'] = {key!r}\n{python}")
         assert client_environment(CHAT_CLIENTS).run(script).stdout.rstrip("\n") == reply["text"].rstrip("\n")
+
         page.get_by_label("Prompt").select_option("text")
         send(page, "Two and two are")
-        finished(page)
+        wait_until_finished(page)
         raw = page.evaluate("JSON.parse(sessionStorage.playground).panels[0].turns.at(-1).replies[0]")
         if shutil.which("curl"):
-            answer = json.loads(in_process(["bash", "-c", code(page, "curl")], key))
+            answer = json.loads(run_with_key(["bash", "-c", code(page, "curl")], key))
             assert answer["choices"][0]["text"] == raw["text"] != reply["text"]
         script.write_text(f"import os\nos.environ['TINKER_API_KEY'] = {key!r}\n{code(page, 'openai')}")
         assert client_environment(CHAT_CLIENTS).run(script).stdout.rstrip("\n") == raw["text"].rstrip("\n")
@@ -255,14 +269,15 @@ def test_stop_cancels_the_replies(world: ConsoleWorld, chromium: Any, key: str) 
     def num_open() -> int:
         return len(world.server.store.read(lambda tx: futures.list_pending(tx, 0, 100)))
 
-    with logged_in(world, chromium, key) as page:
+    with open_page(world, chromium, key) as page:
         page.goto("/playground")
         page.get_by_role("button", name="Add model").click()
         send(page, "Count.", tokens=80)
         page.locator(".status", has_text="tok").nth(1).wait_for()
         assert num_open() == 2
+
         page.get_by_role("button", name="Stop").click()
-        finished(page)
+        wait_until_finished(page)
         assert all("stopped" in status for status in statuses(page))
         until(lambda: num_open() == 0, within_s=3.0)
         page.get_by_role("button", name="Try again").click()
@@ -272,27 +287,27 @@ def test_stop_cancels_the_replies(world: ConsoleWorld, chromium: Any, key: str) 
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path, chromium: Any) -> None:
-    with console_world(tmp_path) as world, logged_in(world, chromium, world.key("bob")) as page:
+    with console_world(tmp_path) as world, open_page(world, chromium, world.key("bob")) as page:
         page.goto("/playground")
         assert page.get_by_label("Prompt").input_value() == "tokens"
         send(page, "1, 2 x", tokens=5)
         page.get_by_role("alert").wait_for()
         assert "x is not a token id" in page.get_by_role("alert").inner_text()
         send(page, "[1, 2, 3]", tokens=5)
-        finished(page)
+        wait_until_finished(page)
         page.get_by_label("Tokens", exact=True).check()
         assert page.locator(".tok.part").count() == 5
         page.get_by_label("Message").fill("5, 6")
-        assert "from_ints([1, 2, 3])" in code(page, "tinker"), "the code is that of the shown reply"
+        assert "from_ints([1, 2, 3])" in code(page, "tinker"), "the code belongs to the shown reply"
 
 
 def test_the_page_fits_a_narrow_screen(world: ConsoleWorld, chromium: Any, key: str) -> None:
-    with logged_in(world, chromium, key) as page:
+    with open_page(world, chromium, key) as page:
         page.set_viewport_size({"width": 360, "height": 740})
         page.goto("/playground")
         page.get_by_role("button", name="Add model").click()
         send(page, "word " * 4 + "x" * 50, tokens=10)
-        finished(page)
+        wait_until_finished(page)
         for view in ("Text", "Tokens", "What changed"):
             page.get_by_label(view, exact=True).check()
             page.wait_for_timeout(200)

@@ -19,6 +19,7 @@ def main() -> None:
         final = stream.get_final_message()
     assert streamed == text == "".join(block.text for block in final.content)
     assert final.stop_reason == whole.stop_reason == "max_tokens" and final.usage.output_tokens == 20
+
     counted = client.messages.count_tokens(model=MODEL, messages=TALK)
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
     try:
@@ -27,6 +28,7 @@ def main() -> None:
         assert "prompt is too long: " in str(error)
     else:
         raise AssertionError("a prompt that is too long was accepted")
+
     try:
         client.messages.create(model="no-such-model", max_tokens=5, messages=TALK)
     except anthropic.NotFoundError as error:

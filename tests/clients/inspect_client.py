@@ -27,7 +27,7 @@ def main() -> None:
             display="none",
             max_retries=0,
         )
-        # Samples are read from the log when they are asked for.
+        # Samples are read from the log only when they are accessed.
         assert log.status == "success", log.error
         assert log.samples is not None
         assert len(log.samples) == len(questions)

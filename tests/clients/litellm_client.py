@@ -19,6 +19,7 @@ def main() -> None:
     whole = litellm.completion(**openai, **settings).choices[0].message.content
     chunks = litellm.completion(**openai, **settings, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
     anthropic = {"model": f"anthropic/{MODEL}", "api_base": f"{URL}/anthropic/api"}
     reply = litellm.completion(**anthropic, **settings, temperature=0)
     assert reply.choices[0].finish_reason == "length" and reply.usage.completion_tokens == 20

@@ -22,11 +22,13 @@ def main() -> None:
         tokenizer_backend="huggingface",
         max_length=120,
     )
+
     asked = [
         Instance(request_type="loglikelihood", doc={}, arguments=tuple(pair), idx=index)
         for index, pair in enumerate(pairs)
     ]
     scored = model.loglikelihood(asked, disable_tqdm=True)
+
     generated = model.generate_until(
         [
             Instance(
@@ -38,6 +40,7 @@ def main() -> None:
         ],
         disable_tqdm=True,
     )
+
     chat = LocalChatCompletion(base_url=f"{URL}/v1/chat/completions", model=MODEL, eos_string="<|im_end|>")
     talk = JsonChatStr(json.dumps([{"role": "user", "content": "How many clips?"}]))
     replied = chat.generate_until(
@@ -48,6 +51,7 @@ def main() -> None:
         ],
         disable_tqdm=True,
     )
+
     tokens = [model.tok_encode(context + continuation) for context, continuation in pairs]
     contexts = [model.tok_encode(context) for context, _ in pairs]
     print(

@@ -18,6 +18,7 @@ def main() -> None:
         messages=TALK, n=2, stream=True, stream_options={"include_usage": True}, **settings
     )
     texts, usage = ["", ""], None
+
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -26,7 +27,7 @@ def main() -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens == 40, usage
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     content = whole.choices[0].logprobs.content
-    assert len(content) == 20 and all(2 <= len(each.top_logprobs) <= 3 for each in content)
+    assert len(content) == 20 and all(2 <= len(entry.top_logprobs) <= 3 for entry in content)
 
     completion = client.completions.create(prompt="Natalia", logprobs=1, echo=True, **settings)
     assert completion.choices[0].text.startswith("Natalia") and completion.choices[0].logprobs.token_logprobs[0] is None
@@ -47,7 +48,7 @@ def main() -> None:
         else:
             raise AssertionError(f"{body} was accepted")
 
-    async def streamed() -> str:
+    async def stream_chat() -> str:
         client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="tml-local")
         text = ""
         async with client.chat.completions.stream(messages=TALK, **settings) as stream:
@@ -57,7 +58,7 @@ def main() -> None:
         assert final.choices[0].message.content == text
         return text
 
-    assert asyncio.run(streamed()) == texts[0]
+    assert asyncio.run(stream_chat()) == texts[0]
     print(json.dumps({"text": texts[0], "version": openai.__version__}))
 
 

@@ -1,4 +1,4 @@
-"""Clients of others, each in an environment of its own, against the OpenAI and Anthropic endpoints over JAX."""
+"""Third-party clients, each in its own environment, against the OpenAI and Anthropic endpoints on JAX."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         yield stack
 
 
-def expected_text(stack: LiveStack) -> str:
+def get_expected_text(stack: LiveStack) -> str:
     body = {
         "model": PUBLIC_NAME,
         "messages": [{"role": "user", "content": "How many clips?"}],
@@ -56,7 +56,7 @@ def test_client_gets_the_same_text(
 ) -> None:
     done = client_environment(environment).run(HERE / script, stack.url, PUBLIC_NAME, timeout_s=240.0)
     printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert printed["text"] == expected_text(stack)
+    assert printed["text"] == get_expected_text(stack)
 
 
 def test_lm_eval_gets_the_log_likelihoods_of_compute_logprobs(stack: LiveStack, client_environment: Prepare) -> None:
@@ -65,6 +65,7 @@ def test_lm_eval_gets_the_log_likelihoods_of_compute_logprobs(stack: LiveStack, 
         HERE / "lm_eval_client.py", stack.url, PUBLIC_NAME, PACKAGED, timeout_s=240.0, stdin=json.dumps(pairs)
     )
     printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         client = service.create_sampling_client(base_model=PUBLIC_NAME).result()
         for (found, is_greedy), tokens, context in zip(

@@ -1,4 +1,4 @@
-"""Tiny random models with reference results of transformers, peft and torch, computed once per session."""
+"""Tiny random models with reference results from transformers, peft and torch, computed once per session."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,8 +93,9 @@ VARIANTS = {
         "architecture": "GptOssForCausalLM",
         "num_layers": 3,
         "experts": {"num_experts_per_tok": 4},
-        # That of the published models. With 1 some values are within rounding of it, where the derivative jumps:
-        # torch's gradients in float32 and float64 then differ by 1.6e-3 of the largest value, not 1.1e-5.
+        # The limit of the published models. With a limit of 1, rounding moves some values across
+        # it, where the derivative jumps. Torch's gradients in float32 and float64 would then differ
+        # by 1.6e-3 of the largest value instead of 1.1e-5.
         "keys": {"swiglu_limit": 7.0},
     },
 }
@@ -102,7 +103,10 @@ OWN = (
     *("qwen3-moe-untied", "qwen3-moe-alternating", "qwen3_5-moe-untied", "qwen3_5-moe-tied", "qwen3-next-tied"),
     *("deepseek-tied", "glm-tied", "glm-lite-tied", "nemotron-dense", "gpt-oss-tied"),
 )
-"""The variants whose experts have factors of their own; those of others share the ones next to the hidden size."""
+"""Variants whose experts each have their own LoRA factors.
+
+In other variants, the experts of a layer share the factors next to the hidden size.
+"""
 UNTIED = "qwen3-untied"
 DEFAULT = (
     UNTIED,
@@ -115,7 +119,10 @@ DEFAULT = (
     "qwen3_5-moe-untied",
     "nemotron-untied",
 )
-"""The variants of the default run: together they have every part of all others, which are slow tests."""
+"""Variants of the default run.
+
+Together they contain every model part; the remaining variants are slow tests.
+"""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
 ALPHA = 32.0
@@ -123,7 +130,7 @@ ALPHA = 32.0
 
 @dataclass(frozen=True)
 class Reference:
-    """One tiny model, its inputs, and the arrays of `reference/transformers_reference.py`."""
+    """A tiny model, its inputs, and the arrays that `reference/transformers_reference.py` wrote."""
 
     family: models.ModelFamily
     config: models.ModelConfig
@@ -132,12 +139,16 @@ class Reference:
     arrays: dict[str, np.ndarray]
 
     def adapter(self, prefix: str) -> Adapter:
-        """Return the arrays `prefix/<module>.lora_A|lora_B` as an adapter; modules that peft lacks are zero."""
+        """Return the arrays `prefix/<module>.lora_A|lora_B` as an adapter.
+
+        Modules without arrays are zero.
+        """
         rank = next(v.shape[0] for k, v in self.arrays.items() if k.startswith(prefix) and k.endswith("lora_A"))
         modules = name_adapter_modules(
             self.family.weights, tied_embeddings=self.config.tied_embeddings, stacks_experts=False
         )
         weights = {}
+
         for name, empty in models.describe_adapter(self.config, rank).weights.items():
             layers = models.get_target_layers(self.config, name)
             a, b = (
@@ -149,6 +160,7 @@ class Reference:
             if a is None or b is None:
                 a, b = np.zeros(empty.a.shape, np.float32), np.zeros(empty.b.shape, np.float32)
             weights[name] = LoraPair(a=jnp.asarray(a.reshape(empty.a.shape)), b=jnp.asarray(b.reshape(empty.b.shape)))
+
         return Adapter(weights=weights, scale=jnp.float32(ALPHA / rank))
 
     def _stack(self, pattern: str, names: list[str]) -> np.ndarray | None:
@@ -158,7 +170,10 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def directories(request, tmp_path_factory, client_environment) -> dict[str, Path]:
-    """Write the models of the selected tests and their reference, in one process because importing torch is slow."""
+    """Write the models of the selected tests and their reference results.
+
+    One process computes all results, because importing torch is slow.
+    """
     environment = client_environment(TORCH)
     generator = np.random.default_rng(0)
     needed, made = {UNTIED, *_parameters(request.session.items)}, {}
@@ -166,7 +181,7 @@ def directories(request, tmp_path_factory, client_environment) -> dict[str, Path
         inputs = {
             "tokens": generator.integers(0, 256, (BATCH, LENGTH)),
             "targets": generator.integers(0, 256, (BATCH, LENGTH)),
-            # All positive, so that no sum cancels.
+            # Positive weights, so that no sum cancels.
             "weights": generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),
             "shares_factors": np.array(name not in OWN),
         }
@@ -178,7 +193,7 @@ def directories(request, tmp_path_factory, client_environment) -> dict[str, Path
 
 
 def _parameters(items: list[pytest.Item]) -> set[str]:
-    """Return the parameters of tests that are strings."""
+    """Return all test parameters that are strings."""
     calls = [item.callspec for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     return {value for call in calls for value in call.params.values() if isinstance(value, str)}
 

@@ -1,10 +1,13 @@
-"""Train and sample a tiny model on meshes and save all results; `test_mesh.py` runs this on virtual devices.
+"""Train and sample a tiny model on meshes and save all results.
+
+`test_mesh.py` runs this program on virtual devices.
 
     python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample,long} {shared,own} fsdp=1 fsdp=4,tp=2
 
-`sample` also trains first; `long` is the gradient of one long row, after a step on others. `shared` and `own` are forms
-of experts' adapters. The results include `bytes`, the size of the base weights on each device of the process. With
-`--host RANK ADDRESS` at the end it is one of two processes.
+`sample` trains first. `long` computes the gradient of one long row after a step on other rows.
+`shared` and `own` are forms of the experts' adapters. The results include `bytes`, the size of the
+base weights on each device of the process. With `--host RANK ADDRESS` at the end, the program is
+one of two processes.
 """
 
 import sys
@@ -25,11 +28,14 @@ from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, Pro
 from skyrl_tx.losses import LOSSES
 
 MODEL, SAMPLER = ModelId("m"), SamplerId("s")
-LOSS_OF_STEP = ("cross_entropy", "ppo")
+STEP_LOSSES = ("cross_entropy", "ppo")
 STEP = OptimizerParams(learning_rate=0.25, eps=10.0)
-"""Moves B to values near 0.1. Larger adapters, or an eps below the gradients, would amplify rounding errors tenfold.
+"""This step moves B to values near 0.1.
 
-At these values nothing of gpt-oss lies within rounding of its clamp, where the derivative jumps.
+Larger adapters, or an `eps` below the gradients, would amplify rounding errors tenfold.
+
+With these values, no activation of gpt-oss is so close to its clamp that rounding changes the
+derivative.
 """
 LONG = 16384
 LENGTHS = (70, 49, 64, 50, 66, 96)  # one micro-batch, long enough for blockwise attention
@@ -40,12 +46,14 @@ def batch(step: int, loss: str, lengths: tuple[int, ...] = LENGTHS) -> PreparedM
     draw = np.random.default_rng(step)
     inputs, config = LOSSES[loss].spec.inputs, dict(LOSSES[loss].spec.config)
     examples: list[PassExample] = []
+
     for length in lengths:
         filled = {name: draw.normal(-0.1, 0.3, length).astype(np.float32) for name in inputs}
         filled["target_tokens"] = draw.integers(0, 256, length, dtype=np.int32)
         if "logprobs" in filled:
             filled["logprobs"] -= np.log(256).astype(np.float32)  # near the logprobs of the model
         tokens = draw.integers(0, 256, length, dtype=np.int32)
+
         examples.append(
             PassExample(
                 request_id=RequestId(f"r{step}"),
@@ -56,11 +64,12 @@ def batch(step: int, loss: str, lengths: tuple[int, ...] = LENGTHS) -> PreparedM
                 loss_config=config,
             )
         )
+
     return PreparedModelPassBatch(examples=tuple(examples))
 
 
 def state(backend: JaxBackend, name: str) -> dict[str, np.ndarray]:
-    """Return gradient, weights and moments."""
+    """Return the gradient, the weights and the optimizer moments of the model."""
     held = backend.capture(MODEL, PARTS)
     trees = {
         "weights": held.parts[StatePart.WEIGHTS],
@@ -85,7 +94,8 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
     backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=3)))
     found |= state(backend, "new")
     before = leaves(backend)
-    for step, loss in enumerate(LOSS_OF_STEP):
+
+    for step, loss in enumerate(STEP_LOSSES):
         results = backend.forward_backward(batch(step, loss))
         found[f"{step}.logprobs"] = np.concatenate([result.logprobs for result in results])
         found[f"{step}.loss"] = np.array([result.sums["loss"] for result in results])
@@ -95,14 +105,15 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
         found |= state(backend, f"{step}.after")
         if step == 0:  # B is no longer zero, and rounding errors have not accumulated
             found |= every_other_loss(backend)
+
     assert all(map(have_equal_sharding, before, leaves(backend))), "a step changed the sharding of an adapter"
     return found
 
 
 def every_other_loss(backend: JaxBackend) -> dict[str, np.ndarray]:
-    """Return sums and gradient of every other loss; the model does not change."""
+    """Return the sums and the gradient of every other loss. The model does not change."""
     found: dict[str, np.ndarray] = {}
-    for loss in sorted(LOSSES.keys() - set(LOSS_OF_STEP)):
+    for loss in sorted(LOSSES.keys() - set(STEP_LOSSES)):
         results = backend.forward_backward(batch(1, loss))
         found[f"{loss}.loss"] = np.array([result.sums["loss"] for result in results])
         found |= state(backend, loss)
@@ -156,6 +167,7 @@ def main() -> None:
     if host:
         rank, coordinator = host.split(" ")
         devices.join(HostRank(rank=int(rank), size=2, coordinator=coordinator))
+
     for mesh in meshes:
         config = JaxConfig(
             compile_cache_dir=None,
@@ -164,10 +176,11 @@ def main() -> None:
             mesh=MeshConfig(**dict(pair.split("=") for pair in mesh.split(","))),  # type: ignore[arg-type]
             micro_batch_tokens=768,
             sample_slots=4,
-            async_decoding=True,  # which one device of a CPU does not do
+            async_decoding=True,  # has no effect on a single CPU device
             max_sample_tokens=256,
             decode_slice_tokens=4,
         )
+
         backend = JaxBackend(directory, config)
         backend.start()
         found = long_row(backend) if last == "long" else train(backend)

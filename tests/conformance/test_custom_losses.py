@@ -1,4 +1,4 @@
-"""Every operation of custom losses has the value and the gradient that torch has, also in padded arrays."""
+"""Every operation of custom losses has torch's value and gradient, also in padded arrays."""
 
 import json
 from collections.abc import Callable
@@ -28,11 +28,11 @@ def reference(client_environment: Callable[[ClientEnvironment], PreparedEnvironm
     return json.loads(client_environment(SDKS["0.38.0"]).run(script).stdout)
 
 
-def compiled(described: dict[str, Any]) -> CustomLoss:
+def compile_upload(described: dict[str, Any]) -> CustomLoss:
     return compile_loss(CreateCustomLossRequest.model_validate(described["upload"]))
 
 
-def padded(array: np.ndarray) -> np.ndarray:
+def pad(array: np.ndarray) -> np.ndarray:
     if array.ndim == 0:
         return array
     return np.pad(array, ((0, PADDED_LENGTH - array.shape[0]), *(((0, 0),) * (array.ndim - 1))), mode="edge")
@@ -40,14 +40,16 @@ def padded(array: np.ndarray) -> np.ndarray:
 
 def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> None:
     assert len(reference) > 50
+
     for name, described in reference.items():
-        loss = compiled(described)
+        loss = compile_upload(described)
         function = fast_jit(partial(custom.value_and_gradient, loss))
         constants = jnp.asarray(loss.constants, jnp.float32)
+
         for datum in described["data"]:
-            inputs = [np.array(each, np.float32) for each in datum["inputs"]]
+            inputs = [np.array(values, np.float32) for values in datum["inputs"]]
             length = len(inputs[0])
-            value, metrics, gradient = function([padded(each) for each in inputs], constants, jnp.int32(length))
+            value, metrics, gradient = function([pad(array) for array in inputs], constants, jnp.int32(length))
             np.testing.assert_allclose(value, datum["loss"], **TOLERANCE, err_msg=name)
             scale = max(1.0, float(np.abs(datum["gradient"]).max()))
             np.testing.assert_allclose(
@@ -60,5 +62,7 @@ def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> N
 
 
 def test_the_reference_uses_every_operation(reference: dict[str, Any]) -> None:
-    operations = {operation.name for each in reference.values() for operation in compiled(each).operations}
+    operations = {
+        operation.name for described in reference.values() for operation in compile_upload(described).operations
+    }
     assert operations == contract.OPERATIONS

@@ -1,4 +1,4 @@
-"""Greedy decoding of base model and adapters in one batch gives the tokens of transformers' `generate`."""
+"""Greedy decoding of the base model and adapters in one batch gives the tokens of transformers' `generate`."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.support.tiny import TINY_CONFIG
 
 pytestmark = pytest.mark.slow
 ADAPTER = SamplerId("adapter")
-COPIES = "abc"  # of each request
+COPIES = "abc"  # three copies of each request
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,7 @@ def test_greedy_decoding_equals_transformers(reference):
     scheduler = SampleScheduler(programs, TINY_CONFIG, programs.memory, eos_token_ids=[])
     scheduler.load(ADAPTER, reference.adapter("weights0"))
     assert len(COPIES) * 2 * num_rows > TINY_CONFIG.sample_slots, "some samples wait"
+
     requests = [
         SampleRequest(
             request_id=RequestId(f"{name}{row}{copy}"),
@@ -56,6 +57,7 @@ def test_greedy_decoding_equals_transformers(reference):
         for name, adapter in (("base_decoded", None), ("decoded", ADAPTER))
         for copy in COPIES
     ]
+
     scheduler.begin(PreparedSampleBatch(requests=tuple(requests)))
     tokens = {request.request_id: [] for request in requests}
     while deltas := scheduler.step():

@@ -1,7 +1,8 @@
 """Tokens are drawn from the exact distribution: temperature, then top-k, then top-p of the remaining tokens.
 
-The reference takes logprobs from `forward` and filters them in float64. The same draws reject distributions that are
-wrong by one token at a boundary or by a fifth of the temperature, so the test has the power to find such errors.
+The reference takes logprobs from `forward` and filters them in float64. The same draws reject a
+distribution that is wrong by one token at a boundary, or by a fifth of the temperature. So the test
+is able to find such errors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from skyrl_tx.testing.tiny_models import write_model
 VOCAB_SIZE = 64
 NUM_SAMPLES = 4000
 SIGMAS = 4.0
-FEWEST = 8.0  # expected draws of a class; rarer tokens are pooled, as the chi-square approximation requires
+FEWEST = 8.0  # expected draws per class; rarer tokens are pooled, as the chi-square approximation requires
 
 
 def scores(bench: BackendDriver, model: ModelId, before: Sequence[int]) -> NDArray[np.float64]:
@@ -41,7 +42,7 @@ def scores(bench: BackendDriver, model: ModelId, before: Sequence[int]) -> NDArr
 def exact(
     logprobs: NDArray[np.float64], temperature: float, top_k: int, top_p: float, off: int = 0
 ) -> NDArray[np.float64]:
-    """Return the reference distribution; `off` moves the boundary of the nucleus by that number of tokens."""
+    """Return the reference distribution. `off` moves the boundary of the nucleus by that many tokens."""
     p = np.exp(logprobs / temperature)
     order = np.argsort(-p, kind="stable")
     if top_k > 0:
@@ -56,7 +57,7 @@ def exact(
 def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
     """Return how many standard deviations chi-square is above its mean (Wilson and Hilferty 1931).
 
-    Infinity if a token of probability 0 was drawn.
+    Returns infinity if a token of probability 0 was drawn.
     """
     counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
     if counts[p == 0.0].any():
@@ -81,6 +82,7 @@ def bench(tmp_path_factory) -> Iterator[BackendDriver]:
         sample_slots=64,
         max_sample_tokens=64 * 64,
     )
+
     backend = JaxBackend(str(model), config)
     yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
     backend.close()

@@ -1,4 +1,4 @@
-"""Exports have the server's logprobs in peft and transformers, and imports have those of peft."""
+"""Exports have the server's logprobs in peft and transformers, and imports have the logprobs of peft."""
 
 import json
 import urllib.request
@@ -42,7 +42,7 @@ def run_torch(environment: PreparedEnvironment, folder: Path, jobs: Mapping[str,
     return {name: np.load(out) for name, out in outs.items()}
 
 
-def logprobs_of(client: tinker.SamplingClient) -> list[float]:
+def get_logprobs(client: tinker.SamplingClient) -> list[float]:
     return client.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()[1:]
 
 
@@ -59,8 +59,9 @@ def train(client: tinker.TrainingClient) -> tinker.TrainingClient:
 
 
 def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
-    """Import the peft adapters, train one of them and a new one, and export both in every form."""
+    """Import the peft adapters, train an imported and a new adapter, and export both in every form."""
     outputs: dict[str, list[float]] = {}
+
     with live_model(folder / "model", NAME, data_dir) as url, tinker.ServiceClient(base_url=url) as service:
         for name in ADAPTERS:
             assert main(["import", str(folder / name), "--name", name, "--data-dir", str(data_dir)]) == 0
@@ -71,15 +72,17 @@ def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
             if "/sampler_weights/" in (path := checkpoint.tinker_path)
         }
         assert set(imported) == set(ADAPTERS)
+
         for name, path in imported.items():
-            outputs[name] = logprobs_of(service.create_sampling_client(model_path=path).result())
+            outputs[name] = get_logprobs(service.create_sampling_client(model_path=path).result())
         start = imported["attention"].replace("/sampler_weights/", "/weights/")
         with pytest.raises(tinker.RequestFailedError, match=f"path '{start}': .*holds no optimizer"):
             service.create_training_client_from_state_with_optimizer(start).result()
         further = train(service.create_training_client_from_state(start).result())
         fresh = train(service.create_lora_training_client(NAME, rank=8, seed=1).result())
+
         for name, client in (("further", further), ("fresh", fresh)):
-            outputs[name] = logprobs_of(client.save_weights_and_get_sampling_client().result())
+            outputs[name] = get_logprobs(client.save_weights_and_get_sampling_client().result())
             external = client.save_weights_external(name).result().path
             (folder / "external" / name).mkdir(parents=True)
             for file, signed in rest.get_external_weights_urls(external).result().urls.items():
@@ -90,26 +93,29 @@ def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
             sampler = client.save_weights_for_sampler(name).result().path
             merged = str(folder / "merged" / name)
             assert main(["export", sampler, merged, "--merge", "--data-dir", str(data_dir)]) == 0
+
     return outputs
 
 
 # peft adapts fused experts with `target_parameters`, which the server refuses.
 WITHOUT_EXPERTS = {"target_modules": ["q_proj", "lm_head"]}
-OF_PEFT: Mapping[str, dict[str, Any]] = {
+PEFT_CONFIGS: Mapping[str, dict[str, Any]] = {
     "experts": WITHOUT_EXPERTS,
     "gpt-oss": WITHOUT_EXPERTS,
-    "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},  # the second is three maps of ours
+    # The server splits `in_proj_qkv` into three maps.
+    "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},
     "linear-experts": {"target_modules": ["q_proj", "in_proj_qkv", "lm_head"]},
-    "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},  # the second is four maps, head by head
+    # The server splits `in_proj_qkvz` into four maps, head by head.
+    "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},
     "sigmoid": WITHOUT_EXPERTS,
     "latents": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "lm_head"]},
     "mamba": WITHOUT_EXPERTS,
     "linear-experts/stabilised": {"target_modules": ["out_proj", "shared_expert.up_proj", "shared_expert.down_proj"]},
 }
 UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts", "by-head", "latents", "sigmoid")
-"""The models of whose experts peft does not apply the factors."""
+"""Models whose expert factors peft does not apply."""
 REFUSED = "mamba"
-"""The model whose adapters peft refuses, because fused kernels would not see that of `out_proj`."""
+"""The model whose adapters peft refuses, because fused kernels would bypass the adapter of `out_proj`."""
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "untied": {"tied_embeddings": False},
@@ -130,14 +136,14 @@ MODELS: Mapping[str, dict[str, Any]] = {
     },
 }
 
-AS_OTHERS = ("windows", "sigmoid", "linear")
-"""The models whose weights are named as those of `untied`, `latents` and `linear-experts`."""
+SAME_NAMES = ("windows", "sigmoid", "linear")
+"""Models that name their weights like `untied`, `latents` and `linear-experts`."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if name in AS_OTHERS else [])])
+        pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if name in SAME_NAMES else [])])
         for name in MODELS
     ],
 )
@@ -149,15 +155,17 @@ def comparison(
     environment = client_environment(TORCH)
     folder = tmp_path_factory.mktemp(request.param)
     model = str(write_model(folder / "model", **{"num_layers": 2, **MODELS[request.param]}))
+
     making = {
         name: {"model": model, "make": str(folder / name), "config": config | changes}
         for name, config in ADAPTERS.items()
-        for changes in [OF_PEFT.get(f"{request.param}/{name}", OF_PEFT.get(request.param, {}))]
+        for changes in [PEFT_CONFIGS.get(f"{request.param}/{name}", PEFT_CONFIGS.get(request.param, {}))]
     }
     expected = run_torch(environment, folder, making)
     data_dir = tmp_path_factory.mktemp("data")
     outputs = import_train_export(folder, data_dir)
     loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
+
     for name in ("further", "fresh"):
         kinds = ("weights", "external_weights")
         if (request.param in UNKNOWN_EXPERTS and name == "fresh") or request.param == REFUSED:
@@ -166,9 +174,11 @@ def comparison(
             f"{name}-{kind}": {"model": model, "adapter": str(folder / "adapters" / name / kind)} for kind in kinds
         }
         loading[f"{name}-merged"] = {"model": str(folder / "merged" / name)}
-        # Downloaded experts are stacked, for the cookbook; tests/recipes/test_weights.py covers them.
+        # Downloads stack experts for the cookbook; tests/recipes/test_weights.py covers this
+        # layout.
         if request.param == "untied" or (request.param == "tied" and name == "further"):
             loading[f"{name}-downloaded"] = {"model": model, "adapter": str(folder / "external" / name)}
+
     expected |= run_torch(environment, folder, loading)
     return Comparison(folder, outputs, expected)
 

@@ -30,19 +30,22 @@ VARIANTS = {
     "Glm4MoeForCausalLM": {"num_layers": 3},
     "Glm4MoeLiteForCausalLM": {"num_layers": 3},
     "NemotronHForCausalLM": {},
-    "Gemma3ForCausalLM": {"num_layers": 3, "tied_embeddings": False},  # tied ones would repeat tokens
+    "Gemma3ForCausalLM": {"num_layers": 3, "tied_embeddings": False},  # tied embeddings would repeat tokens
 }
-WITHOUT_A_PART_OF_THEIR_OWN = (
+COVERED_FAMILIES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
     *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
 )
-"""Families whose decoding the others and test_decoding.py cover."""
+"""Families without a unique model part.
+
+The other families and test_decoding.py cover their decoding.
+"""
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
-    """Write all models and the reference's continuations of their prompts, computed in one process."""
+    """Write all models and the reference continuations of their prompts, which one process computes."""
     environment = client_environment(TORCH)
     draw, made = np.random.default_rng(3), {}
     assert set(VARIANTS) == {family.architecture for family in FAMILIES.values()}
@@ -58,16 +61,14 @@ def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in WITHOUT_A_PART_OF_THEIR_OWN else ())
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED_FAMILIES else ()) for name in VARIANTS],
 )
 def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
     directory = directories[family]
     with np.load(directory / "prompts.npz") as prompts, np.load(directory / "greedy.npz") as answers:
         prompt_by_name = {f"{name}.{row}": prompt for name in prompts for row, prompt in enumerate(prompts[name])}
         expected = {f"{name}.{row}": tokens for name in answers for row, tokens in enumerate(answers[name])}
+
     config = JaxConfig(
         compile_cache_dir=None,
         dtype="float32",
@@ -77,6 +78,7 @@ def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
     )
     backend = JaxBackend(str(directory), config)
     backend.start()
+
     requests = [
         SampleRequest(
             request_id=RequestId(name),
@@ -88,6 +90,7 @@ def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
         )
         for name, prompt in prompt_by_name.items()
     ]
+
     tokens: dict[str, list[int]] = {name: [] for name in prompt_by_name}
     backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
     while deltas := backend.step_sample():
@@ -96,4 +99,4 @@ def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
     backend.close()
     assert len(tokens) == sum(PROMPTS.values())
     assert [name for name in prompt_by_name if tokens[name] != expected[name].tolist()] == []
-    assert len({tuple(each) for each in tokens.values()}) > 200, "the continuations differ"
+    assert len({tuple(continuation) for continuation in tokens.values()}) > 200, "the continuations differ"

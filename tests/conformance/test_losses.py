@@ -25,14 +25,16 @@ CONFIGS = {
 
 
 def reference(name, logp, x, config, frozen):
-    """Return the loss of one row; `frozen` replaces logp where the gradient is stopped."""
+    """Return the loss of one row. `frozen` replaces logp where the gradient is stopped."""
     w, q, a = x["weights"], x["logprobs"], x["advantages"]
     low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
     total = 0.0
     mask = x["sequence_ratio_mask"]
     s = np.exp(sum(mask * (frozen - q)) / sum(mask))
+
     for t in range(len(logp)):
         r = np.exp(logp[t] - q[t])
+
         match name:
             case "cross_entropy":
                 term = logp[t]
@@ -44,13 +46,16 @@ def reference(name, logp, x, config, frozen):
                 term = np.clip(np.exp(frozen[t] - q[t]), low, high) * logp[t] * a[t]
             case "dro":
                 term = logp[t] * a[t] - 0.5 * config["beta"] * (logp[t] - q[t]) ** 2
+            # These losses use the ratio of the whole sequence, or add a penalty.
             case "gspo":
                 s_t = s * np.exp(logp[t] - frozen[t])
                 term = min(s_t * a[t], np.clip(s_t, low, high) * a[t])
             case "stable_reinforce":
                 weight = min(np.exp(frozen[t] - q[t]), high)
                 term = x["sampled"][t] * (weight * a[t] * logp[t] - config["kl_coeff"] / 2 * (logp[t] - q[t]) ** 2)
+
         total -= w[t] * term
+
     return total
 
 
@@ -83,23 +88,26 @@ def value_and_gradient(name: str, logp, inputs, config_BC, start_BT):
 
 
 def evaluate(name, logp, inputs, config=None, start_BT=None) -> tuple[Any, np.ndarray]:
-    """Return the output of a loss and the gradient of its sum by `logp`."""
+    """Return the output of a loss and the gradient of its sum with respect to `logp`."""
     loss, (B, T) = LOSSES[name], np.shape(logp)[:2]
     values = {**loss.spec.config, **(config or {})}
     rows, length = (ROWS, LENGTH) if start_BT is None and B <= ROWS and T <= LENGTH else (B, T)
 
-    def padded(values) -> np.ndarray:
+    def pad(values) -> np.ndarray:
         array = np.asarray(values, np.float32)
         return np.pad(array, [(0, rows - B), (0, length - T), *[(0, 0)] * (array.ndim - 2)])
 
     config_BC = np.tile(np.array([values[column] for column in loss.columns], np.float32), (rows, 1))
-    given = {key: padded(inputs[key]) for key in loss.spec.inputs if key != "target_tokens"}
-    found = value_and_gradient(name, padded(logp), given, config_BC, start_BT)
+    given = {key: pad(inputs[key]) for key in loss.spec.inputs if key != "target_tokens"}
+    found = value_and_gradient(name, pad(logp), given, config_BC, start_BT)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:B, :T], found)
 
 
 def in_one_row(logp, inputs):
-    """Return three sequences one after another in one row, and the start of each position's sequence."""
+    """Put three sequences one after another into one row.
+
+    Also returns the start of each position's sequence.
+    """
     B, T = logp.shape
     flat = {key: value.reshape(1, B * T) for key, value in inputs.items()}
     return logp.reshape(1, B * T), flat, np.repeat(np.arange(B) * T, T)[None]
@@ -122,9 +130,10 @@ def test_value_and_gradient_equal_the_reference(name):
 
 
 def check_against_the_contract(name, logp, inputs, config):
-    """Compare value, slope and means of each row with the reference that other backends use."""
+    """Compare the value, slope and means of each row with the reference that other backends use."""
     output, gradient = evaluate(name, logp, inputs, config)
     values = {**LOSSES[name].spec.config, **config}
+
     for b, row in enumerate(np.asarray(logp, np.float32)):
         given = {key: np.float32(inputs[key][b]) for key in LOSSES[name].spec.inputs if key != "target_tokens"}
         expected = loss_reference.evaluate(name, row, given, values)
@@ -148,7 +157,7 @@ def test_value_slope_and_means_equal_the_reference_of_the_contract(name):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("extreme", [-1e30, -np.inf, -1000.0, 1000.0])
 def test_extreme_logprobs_equal_the_reference_of_the_contract(name, extreme):
-    """At a position that counts for nothing, at one without an advantage, and at one that counts."""
+    """Covers a counted position, a position without an advantage, and a position without advantage and weight."""
     for keys, is_bounded in (((), False), (("advantages",), True), (("advantages", "weights"), True)):
         if not np.isfinite(extreme) and not is_bounded:
             continue  # the loss itself is infinite
@@ -220,7 +229,7 @@ def test_uncounted_positions_may_have_extreme_logprobs(name, extreme):
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy"}))
 @pytest.mark.parametrize("extreme", [-1e30, -np.inf])
 def test_zero_advantage_or_weight_is_finite_at_any_logprob(name, extreme, zero):
-    """Holds also if a penalty or the sequence ratio includes the position."""
+    """This also holds if a penalty or the sequence ratio includes the position."""
     logp, inputs = batch(B=1)
     for value in inputs.values():
         value[0, 2] = 1.0
@@ -235,7 +244,7 @@ def test_zero_advantage_or_weight_is_finite_at_any_logprob(name, extreme, zero):
 @pytest.mark.parametrize("thresholds", [{}, {"clip_low_threshold": 1e10, "clip_high_threshold": 1e20}])
 @pytest.mark.parametrize(("advantage", "sampling"), [(-1e13, -200.0), (3e38, 200.0), (-3e38, -200.0)])
 def test_zero_weight_is_finite_at_any_advantage(name, thresholds, advantage, sampling):
-    """Holds also if the product with a ratio or its bound overflows float32."""
+    """This also holds if the product with a ratio or its bound overflows float32."""
     inputs = {key: np.ones((1, 2)) for key in ("sequence_ratio_mask", "sampled")}
     inputs |= {"weights": [[0.0, 1.0]], "advantages": [[advantage, 1.0]], "logprobs": [[sampling, sampling]]}
     config = {key: value for key, value in thresholds.items() if key in LOSSES[name].columns}
@@ -288,8 +297,8 @@ def test_huge_ratios_stay_finite(name, target):
 @pytest.mark.parametrize(
     ("logp", "sampling"),
     [
-        ([-1.0, -100.0], [-100.0, 0.0]),  # +99 and -100: their mean is -0.5
-        ([-101.0] + [-1.0] * 99, [-1.0] * 100),  # one of a hundred: -1
+        ([-1.0, -100.0], [-100.0, 0.0]),  # +99 and -100: the mean is -0.5
+        ([-101.0] + [-1.0] * 99, [-1.0] * 100),  # -100 at one of a hundred tokens: the mean is -1
         ([-1.0] * 3, [-90.0, -1.0, -1.0]),
     ],
 )
@@ -301,6 +310,7 @@ def test_sequence_ratio_includes_distant_tokens_without_a_bound(logp, sampling):
         {key: value[None] for key, value in row.items()},
         {"clip_low_threshold": 0.0, "clip_high_threshold": 1e20},
     )
+
     output, gradient = evaluate("gspo", [logp], inputs, config)
     assert float(output.loss_BT.sum()) == pytest.approx(
         reference("gspo", np.array(logp), row, config, frozen=np.array(logp)), rel=1e-4
@@ -336,7 +346,7 @@ def test_policy_gradients_report_ratio_clip_fraction_and_kl(name):
     assert output.totals.keys() == {"ratio", "clip_fraction", "kl_to_sampler"}
     assert output.count_BT.any() == output.totals["ratio"].any() == (name != "cross_entropy")
     if name in ("importance_sampling", "dro"):
-        assert not output.totals["clip_fraction"].any(), "there is nothing that clips"
+        assert not output.totals["clip_fraction"].any(), "nothing is clipped"
 
 
 def test_kl_to_sampler_is_not_bounded():
@@ -366,10 +376,13 @@ def test_config_per_row_does_not_recompile():
 
 
 def test_bounds_keep_nan_and_pass_the_gradient_once() -> None:
-    """The gradient at a bound is that inside of it, and of equal operands it has one whole, as with torch."""
+    """At a bound, the gradient equals the gradient inside.
+
+    For equal operands it is passed once in total, as in torch.
+    """
     x, nan = jnp.array([-2.0, -1.0, 0.5, 1.0, 2.0]), jnp.float32(jnp.nan)
     np.testing.assert_array_equal(clip(x, -1.0, 1.0), [-1.0, -1.0, 0.5, 1.0, 1.0])
     np.testing.assert_array_equal(jax.grad(lambda x: clip(x, -1.0, 1.0).sum())(x), [0.0, 1.0, 1.0, 1.0, 0.0])
     np.testing.assert_array_equal(jax.grad(lambda x: minimum(x, x * 1.0).sum())(x), jnp.ones(5))
     np.testing.assert_array_equal(minimum(x, x[::-1]), [-2.0, -1.0, 0.5, -1.0, -2.0])
-    assert all(jnp.isnan(each) for each in (clip(nan, -1.0, 1.0), minimum(nan, x[0]), minimum(x[0], nan)))
+    assert all(jnp.isnan(value) for value in (clip(nan, -1.0, 1.0), minimum(nan, x[0]), minimum(x[0], nan)))

@@ -1,4 +1,4 @@
-"""Logits, log-probabilities, loss and LoRA gradients equal those of transformers with peft, in float32."""
+"""Logits, log-probabilities, loss and LoRA gradients equal the results of transformers with peft, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,14 @@ from tests.support.fast_jit import fast_jit
 
 SLOW_WITH_SLOTS = ("qwen2-tied", "qwen3-moe-untied", "gpt-oss-untied", "deepseek-tied", "gemma3-tied")
 EXHAUSTIVE_WITH_SLOTS = ("qwen3-tied", "qwen2-untied", "llama3-untied", "llama3-tied", "mistral-untied")
-"""Dense models, whose maps are those of Qwen2 and Qwen3."""
+"""Dense models with the same maps as Qwen2 and Qwen3."""
 
 
 def assert_close(ours, theirs, relative=1e-5):
-    """Compare arrays to within `relative` of the largest value: single elements may be sums that nearly cancel."""
+    """Compare arrays to within `relative` of the largest value.
+
+    Single elements may be sums that nearly cancel.
+    """
     np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * float(np.abs(theirs).max()))
 
 

@@ -1,4 +1,4 @@
-"""Tensors in MXFP4 and FP8 are unpacked as by transformers, bit for bit."""
+"""MXFP4 and FP8 tensors are unpacked with the same bits as in transformers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.support.client_environments import TORCH
 
 @pytest.mark.slow
 def test_transformers_unpacks_the_same_numbers_of_mxfp4(client_environment, tmp_path: Path) -> None:
-    """Covers every byte, and scales from subnormal numbers to the largest whose numbers are all finite."""
+    """Covers every byte, and scales from subnormal numbers to the largest scale whose numbers are all finite."""
     generator = np.random.default_rng(0)
     blocks = generator.integers(0, 256, (3, 40, 5, 16), np.uint8)
     scales = generator.integers(0, 252, (3, 40, 5), np.uint8)
@@ -28,7 +28,10 @@ def test_transformers_unpacks_the_same_numbers_of_mxfp4(client_environment, tmp_
 
 @pytest.mark.slow
 def test_transformers_unpacks_the_same_numbers_of_fp8(client_environment, tmp_path: Path) -> None:
-    """Covers all numbers, and a last block as large as others, because transformers accepts no smaller ones."""
+    """Covers all numbers.
+
+    The last block is as large as the other blocks, because transformers accepts no smaller blocks.
+    """
     generator = np.random.default_rng(0)
     numbers = (np.arange(256 * 384) % 256).astype(np.uint8).reshape(256, 384)
     numbers[(numbers & 127) == 127] = 0  # NaN

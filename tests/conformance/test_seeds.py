@@ -33,6 +33,7 @@ def start(model: Path, *, slots: int = SLOTS, dtype: str = "float32") -> JaxBack
         max_sample_tokens=slots * 128,
         max_topk_logprobs=0,
     )
+
     backend = JaxBackend(str(model), config)
     backend.start()
     return backend
@@ -46,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Gemma3": {"architecture": "Gemma3ForCausalLM"},
 }
-"""Each has two layers, because differences of rounding grow with the depth."""
+"""Each model has two layers, because rounding differences grow with the depth."""
 
 
 @pytest.fixture(
@@ -87,7 +88,10 @@ def open_backend(files: tuple[Path, Path], **options) -> JaxBackend:
 
 
 def make_requests() -> list[SampleRequest]:
-    """Return requests with different first tokens and many lengths; every other one uses the adapter."""
+    """Return requests with different first tokens and many lengths.
+
+    Every second request uses the adapter.
+    """
     draw = np.random.default_rng(7)
     return [
         SampleRequest(
@@ -152,7 +156,7 @@ def test_samples_are_bit_equal_after_a_restart(files, alone):
 
 
 def test_batching_changes_no_bit(files, alone):
-    """All requests fit the shortest read length, so that one program decodes them."""
+    """All requests fit the shortest read length, so one program decodes them."""
     backend, requests = open_backend(files), make_requests()
     together = sample(backend, requests)
     reversed_order = sample(backend, requests[::-1])
@@ -170,7 +174,7 @@ def test_other_slot_counts_differ_only_by_rounding(files, alone, slots):
 
 
 def test_bfloat16_tokens_rarely_depend_on_the_slot_count(files):
-    """Compares the samples of equal weights in two decode shapes."""
+    """Compares samples of equal weights at two slot counts."""
     results = []
     for slots in (SLOTS, 32):
         backend = open_backend(files, slots=slots, dtype="bfloat16")

@@ -25,12 +25,13 @@ pytestmark = pytest.mark.slow
     scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["untied", "tied"]
 )
 def drivers(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BackendDriver, BackendDriver]]:
-    """Torch and JAX on the same model."""
+    """Drivers of the torch and the JAX backend on the same model."""
     root: Path = tmp_path_factory.mktemp("both")
     directory = str(write_model(root / "model", std=0.3, **{**MODEL, "tied_embeddings": request.param}))
     spec = torch_spec()
     torch = spec.load()(directory, spec.config(device="cpu", num_threads=1))
     jax = JaxBackend(directory, TINY_CONFIG)
+
     with ExitStack() as stack:
         found: list[BackendDriver] = []
         for name, backend in (("torch", torch), ("jax", jax)):
@@ -40,8 +41,8 @@ def drivers(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
         yield found[0], found[1]
 
 
-def moved(model_id, source: BackendDriver, to: BackendDriver):
-    """Restore a model of one backend in another from its files; return its id there."""
+def move(model_id, source: BackendDriver, to: BackendDriver):
+    """Restore a model of one backend from its files in another backend, and return its id there."""
     directory = source.directory / f"moved-{source.new_id()}"
     directory.mkdir()
     source.backend.capture(model_id, ALL_PARTS).write(directory)
@@ -51,7 +52,7 @@ def moved(model_id, source: BackendDriver, to: BackendDriver):
 
 
 def check_equal(left, right, near: float) -> None:
-    """Compare two states of arrays, relative to their largest number."""
+    """Compare two sets of arrays, relative to each array's largest value."""
     assert left.keys() == right.keys()
     for name, array in left.items():
         assert array.dtype == right[name].dtype
@@ -68,7 +69,7 @@ def test_checkpoints_move_bit_by_bit(drivers, way):
     source, to = drivers if way == "torch to jax" else drivers[::-1]
     model_id = source.model(steps=2)
     source.backend.forward_backward(source.batch(source.request(model_id, seed=4)))
-    copy = moved(model_id, source, to)
+    copy = move(model_id, source, to)
     for part in StatePart:
         ours, theirs = source.arrays_of(model_id, part), to.arrays_of(copy, part)
         check_equal(ours, theirs, near=0)
@@ -79,12 +80,14 @@ def test_checkpoints_move_bit_by_bit(drivers, way):
 def test_passes_gradients_and_steps_are_equal(drivers):
     torch, jax = drivers
     model_id = torch.model(steps=1)
-    copy = moved(model_id, torch, jax)
+    copy = move(model_id, torch, jax)
+
     for loss in LOSS_SPECS:
         results = []
-        for driver, each in ((torch, model_id), (jax, copy)):
-            [request] = [driver.request(each, (7, 12, 20), seed=5, loss=loss)]
+        for driver, driver_model in ((torch, model_id), (jax, copy)):
+            [request] = [driver.request(driver_model, (7, 12, 20), seed=5, loss=loss)]
             results.append(driver.backend.forward_backward(driver.batch(request)))
+
         for ours, theirs in zip(*results, strict=True):
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
             assert ours.sums["loss"] == pytest.approx(theirs.sums["loss"], rel=1e-4, abs=1e-3)
@@ -94,10 +97,14 @@ def test_passes_gradients_and_steps_are_equal(drivers):
                 assert term.total == pytest.approx(theirs.means[name].total, rel=1e-4, abs=1e-3), (loss, name)
         gradient = torch.arrays_of(model_id, StatePart.GRADIENT)
         check_equal(gradient, jax.arrays_of(copy, StatePart.GRADIENT), near=1e-4)
-        metrics = [driver.backend.optim_step(each, STEP) for driver, each in ((torch, model_id), (jax, copy))]
+
+        metrics = [
+            driver.backend.optim_step(driver_model, STEP) for driver, driver_model in ((torch, model_id), (jax, copy))
+        ]
         assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
         jax.backend.delete_model(copy)  # AdamW amplifies rounding, so each loss begins with equal weights
-        copy = moved(model_id, torch, jax)
+        copy = move(model_id, torch, jax)
+
     torch.clean()
     jax.clean()
 
@@ -105,25 +112,28 @@ def test_passes_gradients_and_steps_are_equal(drivers):
 def test_greedy_samples_and_prompt_scores_are_equal(drivers):
     torch, jax = drivers
     model_id = torch.model(steps=2)
-    copy = moved(model_id, torch, jax)
+    copy = move(model_id, torch, jax)
     params = SamplingParams(seed=1, max_tokens=24, temperature=0.0, eos_stops=False)
     found = []
-    for driver, each in ((torch, model_id), (jax, copy)):
+
+    for driver, driver_model in ((torch, model_id), (jax, copy)):
         request = driver.sample_request(
-            driver.sampler(each), params=params, options=PromptOptions(logprobs=True, topk=3, sample_topk=3)
+            driver.sampler(driver_model), params=params, options=PromptOptions(logprobs=True, topk=3, sample_topk=3)
         )
         driver.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
         deltas = []
         while new := driver.backend.step_sample():
             deltas += new
         found.append(deltas)
+
     tokens, logprobs = (
         [np.concatenate([getattr(d, key) for d in deltas]) for deltas in found] for key in ("tokens", "logprobs")
     )
     np.testing.assert_array_equal(*tokens)
     np.testing.assert_allclose(*logprobs, rtol=0, atol=1e-4)
+
     prompts = [next(delta.prompt for delta in deltas if delta.prompt is not None) for deltas in found]
-    np.testing.assert_allclose(*(each.logprobs for each in prompts), rtol=0, atol=1e-4)
-    np.testing.assert_array_equal(*(each.topk.token_ids for each in prompts))
+    np.testing.assert_allclose(*(prompt.logprobs for prompt in prompts), rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(*(prompt.topk.token_ids for prompt in prompts))
     torch.clean()
     jax.clean()

@@ -1,7 +1,7 @@
-"""Logprobs of sampled tokens equal those of `forward`, for every family, in batches of base model and adapters.
+"""Logprobs of sampled tokens equal the logprobs of `forward`, for every family, with the base model and adapters.
 
-Adapters have two ranks. Prompt lengths are near multiples of the prefill bucket (32), the attention block (64) and the
-KV read length (128), and take one, two and three prefill chunks.
+Adapters have two ranks. Prompt lengths are near multiples of the prefill bucket (32), the attention
+block (64) and the KV read length (128), and need one, two and three prefill chunks.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 VOCAB_SIZE = 256
 LEARNING_RATE = 0.02
 NEW = 24  # tokens of a sample: two decode slices
-LENGTHS = (64, 65, 130)  # each with its own bucket, and so its own program
+LENGTHS = (64, 65, 130)  # each has its own bucket, and so its own program
 WITH_PROMPT_LOGPROBS = 65  # length of the prompts whose logprobs are requested
 RANKS = {"base": None, "low": 2, "high": 8}
 VARIANTS = {
@@ -49,11 +49,11 @@ def test_all_families_are_covered():
 
 
 OWN_FACTORS = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
-"""The families that are also run with factors of their own for each expert."""
+"""Families that also run with separate LoRA factors for each expert."""
 
 PARTS = {
     ("Qwen3ForCausalLM", "shared"): "attention with norms of queries and keys, tied embeddings",
-    ("Qwen2ForCausalLM", "shared"): "biases, an unembedding of its own",
+    ("Qwen2ForCausalLM", "shared"): "biases, an untied unembedding",
     ("Qwen3MoeForCausalLM", "own"): "experts, and adapters of each",
     ("GptOssForCausalLM", "shared"): "sinks and windows, adapters that experts share",
     ("Qwen3_5ForCausalLM", "shared"): "delta nets",
@@ -61,7 +61,7 @@ PARTS = {
     ("NemotronHForCausalLM", "shared"): "Mamba-2",
     ("Gemma3ForCausalLM", "shared"): "two kinds of rotation, norms around blocks",
 }
-"""The cases that CI runs: together they have every part of all others."""
+"""The cases that CI runs. Together they contain every model part."""
 
 
 def case(architecture: str, form: str) -> Any:
@@ -74,11 +74,12 @@ def case(architecture: str, form: str) -> Any:
 CASES = [*((name, "shared") for name in VARIANTS), *((name, "own") for name in OWN_FACTORS)]
 
 
-@pytest.fixture(scope="module", params=[case(*each) for each in CASES])
+@pytest.fixture(scope="module", params=[case(*parameters) for parameters in CASES])
 def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
     """A backend with a trained model of each rank and an untrained one."""
     architecture, form = request.param
     directory = write_model(tmp_path_factory.mktemp("model"), architecture, std=0.15, **VARIANTS[architecture])
+
     config = JaxConfig(
         compile_cache_dir=None,
         expert_lora=form,
@@ -91,9 +92,11 @@ def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
         prefill_tokens=128,
         prefill_chunk_tokens=64,
     )
+
     backend = JaxBackend(str(directory), config)
     backend.start()
     tokens = np.random.default_rng(0).integers(2, VOCAB_SIZE, 41).astype(np.int32)
+
     for name, rank in RANKS.items():
         backend.create_model(ModelId(name), ModelSpec(lora=LoraSpec(rank=rank or 2, seed=rank or 0)))
         if rank is not None:
@@ -119,12 +122,14 @@ def make_request(name: str, number: int, length: int) -> SampleRequest:
 def sample(backend: JaxBackend, requests: list[SampleRequest]) -> dict[tuple[RequestId, int], tuple[np.ndarray, ...]]:
     """Sample all requests in one batch.
 
-    Returns for each sample the tokens of prompt and sample, and the logprobs that were reported, of the last tokens.
+    Returns for each sample the tokens of prompt and sample, and the reported logprobs of the last
+    tokens.
     """
     backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
     prompts: dict[RequestId, np.ndarray] = {}
     tokens: dict[tuple[RequestId, int], list[np.ndarray]] = {}
     logprobs: dict[tuple[RequestId, int], list[np.ndarray]] = {}
+
     while deltas := backend.step_sample():
         for delta in deltas:
             assert delta.error is None
@@ -132,6 +137,7 @@ def sample(backend: JaxBackend, requests: list[SampleRequest]) -> dict[tuple[Req
                 prompts[delta.request_id] = delta.prompt.logprobs[1:]
             tokens.setdefault((delta.request_id, delta.index), []).append(delta.tokens)
             logprobs.setdefault((delta.request_id, delta.index), []).append(delta.logprobs)
+
     prompt_tokens = {request.request_id: request.prompt for request in requests}
     return {
         where: (
@@ -169,7 +175,7 @@ def test_sampled_logprobs_equal_forward_in_mixed_batches(backend):
 
 @pytest.mark.slow
 def test_adapters_change_the_logprobs(backend):
-    """Ensures that the comparison above tests the adapters."""
+    """Checks that the adapters matter in the comparison above."""
     row = np.arange(2, 60, dtype=np.int32)
     base, *others = (backend.forward(scoring(ModelId(name), [row]))[0].logprobs for name in RANKS)
     assert all(np.abs(other - base).max() > 0.05 for other in others)

@@ -1,4 +1,4 @@
-"""Three training steps from a peft adapter equal those of transformers, peft and torch.optim.AdamW."""
+"""Three training steps from a peft adapter equal the steps of transformers, peft and torch.optim.AdamW."""
 
 import json
 import re
@@ -25,7 +25,7 @@ MODEL = ModelId("m")
 RANK, ALPHA, STEPS = 4, 32, 3  # as in reference/transformers_reference.py
 
 
-def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
+def make_batch(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
     examples = tuple(
         PassExample(
             request_id=RequestId("r"),
@@ -37,6 +37,7 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
         )
         for row in range(len(inputs["tokens"]))
     )
+
     return PreparedModelPassBatch(examples=examples)
 
 
@@ -75,7 +76,7 @@ SLOW_VARIANTS = (
     "qwen3-next-untied",
 )
 EXHAUSTIVE_VARIANTS = ("mistral-untied", "glm-untied")
-"""Their adapters are named as those of Llama and DeepSeek."""
+"""Variants whose adapters have the names of Llama's and DeepSeek's adapters."""
 
 
 @pytest.mark.parametrize(
@@ -92,16 +93,18 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
         inputs = dict(file)
     with np.load(directory / "reference.npz") as file:
         arrays = dict(file)
+
     tensors = {
         f"base_model.model.{name.removeprefix('weights0/')}.weight": array
         for name, array in arrays.items()
         if name.startswith("weights0/")
     }
-    if inputs["shares_factors"]:  # the reference has shared factors once, with the first expert
+    if inputs["shares_factors"]:  # the reference stores shared factors once, with the first expert
         for module in {name.rpartition("lora_")[0] for name in tensors if ".experts." in name}:
             first = re.sub(r"\.experts\.\d+\.", ".experts.0.", module)
             for factor in ("lora_A.weight", "lora_B.weight"):
                 tensors.setdefault(module + factor, tensors[first + factor])
+
     modules = sorted({name.split(".")[-3] for name in tensors})
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
@@ -112,8 +115,9 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
     lora = LoraSpec(rank=RANK, seed=0)
     source = backend.open_snapshot(tmp_path)
     backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})
+
     for step in range(STEPS):
-        results = backend.forward_backward(batch_of(inputs))
+        results = backend.forward_backward(make_batch(inputs))
         assert sum(result.sums["loss"] for result in results) == pytest.approx(float(arrays[f"loss{step}"]), rel=1e-4)
         for result, expected in zip(results, arrays[f"logprobs{step}"], strict=True):
             np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
@@ -124,16 +128,17 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
 
 
 def test_peft_reads_our_adapters(directories, client_environment, tmp_path):
-    """Uses a rank that is padded, and all trainable modules including the unembedding."""
+    """Uses a padded rank and all trainable modules, including the unembedding."""
     directory = directories["qwen3-untied"]
     with np.load(directory / "inputs.npz") as file:
-        batch = batch_of(dict(file))
+        batch = make_batch(dict(file))
     backend = start(directory)
     backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=3, seed=1)))
     base = backend.forward(batch)
     for _ in range(2):
         backend.forward_backward(batch)
         backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-2))
+
     ours = np.stack([result.logprobs for result in backend.forward(batch)])
     assert np.abs(ours - np.stack([result.logprobs for result in base])).max() > 0.1
     backend.capture(MODEL, {StatePart.WEIGHTS}).write(tmp_path)

@@ -1,7 +1,7 @@
-"""A real vLLM server draws the samples of adapters that JAX trained, as the contract says.
+"""A real vLLM server draws samples from adapters that JAX trained, as the contract requires.
 
-Start one as docs/guides/vllm.md says, in float32, and name it: VLLM_URL=http://… VLLM_MODEL=directory. Stubs stand in
-for it elsewhere (`tests/contract/test_vllm.py`).
+Start a server in float32 as docs/guides/vllm.md describes, and set VLLM_URL=http://… and
+VLLM_MODEL=directory. `tests/contract/test_vllm.py` uses stubs instead.
 """
 
 import os
@@ -34,7 +34,7 @@ class TestJaxAndVllm(SamplingChecks):
     @pytest.fixture(scope="class")
     @classmethod
     def started(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendDriver]:
-        """JAX and a real server, shared by the tests of the class."""
+        """JAX and a real vLLM server, shared by the tests of the class."""
         assert URL and MODEL
         sampler = VllmConfig(url=URL, filtered_logprobs="renormalized")
         spec, config = compose(BACKEND, JaxConfig(compile_cache_dir=None), SAMPLER, sampler, check_share=1.0)

@@ -1,8 +1,8 @@
-"""Which checks of the backend suite CI runs with each model."""
+"""Selects the checks of the backend suite that CI runs with each model."""
 
 import pytest
 
-OF_PARTS = (
+PART_CHECKS = (
     *("test_cross_entropy_is_a_plain_weighted_sum", "test_a_fresh_model_equals_the_base_model"),
     *("test_trainer_and_sampler_logprobs_agree", "test_samples_depend_on_the_seed_only"),
     *("test_samples_do_not_depend_on_the_parts_of_a_request", "test_prompts_are_cached_for_one_scope_only"),
@@ -13,13 +13,16 @@ OF_PARTS = (
     *("test_gradients_are_batch_invariant", "test_interleaved_passes_are_batch_invariant"),
     *("test_a_restored_model_continues_bit_equal",),
 )
-"""The checks whose numbers come from the parts of a model. The others see its shapes only, and TestJax covers them."""
+"""Checks that depend on the parts of a model.
+
+Other checks depend only on its shapes, and TestJax covers them.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other checks `exhaustive` for all models but the dense one."""
+    """Mark the remaining checks `exhaustive` for all models except the dense model."""
     for item in items:
         if not isinstance(item, pytest.Function) or item.cls is None:
             continue
-        if item.cls.__name__.startswith("TestJaxWith") and item.originalname not in OF_PARTS:
+        if item.cls.__name__.startswith("TestJaxWith") and item.originalname not in PART_CHECKS:
             item.add_marker(pytest.mark.exhaustive)

@@ -1,8 +1,9 @@
-"""Rank 0 of two hosts that run out of memory; `test_hosts.py` runs it in a process of its own.
+"""Rank 0 of two hosts that run out of memory. `test_hosts.py` runs it in a separate process.
 
     python -m tests.contract.exhausted_hosts DIRECTORY RANK
 
-First both hosts are out of memory, then the host of that rank alone. Writes what was seen to `seen.json`.
+First both hosts run out of memory, then only the host with the given rank. Writes the observations
+to `seen.json`.
 """
 
 import json
@@ -36,7 +37,7 @@ def main() -> None:
 
     def end(reason: str) -> NoReturn:
         (directory / "seen.json").write_text(json.dumps({**seen, "lost": reason}))
-        os._exit(0)  # at its exit JAX would wait for the other host
+        os._exit(0)  # at a normal exit, JAX would wait for the other host
 
     leader.FAILURE_GRACE_S = 2.0
     settings = HostsSettings(size=2, address=f"127.0.0.1:{free_ports()}")
@@ -44,18 +45,21 @@ def main() -> None:
     welcome = Welcome(backend="jax", base_model=model, config=CONFIG.model_dump_json().encode())
     backend = LeadingBackend(JaxBackend(model, CONFIG), settings, welcome, on_lost=end)
     exhaust_while(files[0])
+
     with follower_process(settings, directory / "lost", variables={"TEST_FOLLOWER_LOSES": "memory"}):
         driver = BackendDriver(backend, backend.start(), directory)
         models = [driver.model() for _ in range(2)]
         for file in files:
             file.write_text("64")
+
         seen["plans"] = plans = [backend.fingerprint_changes()["micro_batch_tokens"]]
         numbers: list[tuple[list[list[float]], dict[str, bytes]]] = []
-        for model_id in models:  # the second begins with the smaller plan
+        for model_id in models:  # the second model begins with the smaller plan
             results = backend.forward_backward(driver.batch(driver.request(model_id, LENGTHS)))
             gradient = driver.files_of(backend.capture(model_id, {StatePart.GRADIENT}))
             numbers.append(([result.logprobs.tolist() for result in results], gradient))
             plans.append(backend.fingerprint_changes()["micro_batch_tokens"])
+
         seen["are_equal"] = numbers[0] == numbers[1]
         files[1 - alone].unlink()
         files[alone].write_text("32")

@@ -1,4 +1,4 @@
-"""The backend suite for JAX on two hosts; `test_hosts.py` runs it in a process that no other test has used."""
+"""The backend suite for JAX on two hosts. `test_hosts.py` runs it in a new process."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.backend_suite import BackendSuite
-from tests.contract.test_hosts import leading
+from tests.contract.test_hosts import make_leader
 from tests.support.follower import follower_process
 from tests.support.free_ports import free_ports
 from tests.support.lost_jax_device import lost_jax_device
@@ -29,7 +29,7 @@ class TestJaxOnTwoHosts(BackendSuite):
         settings = HostsSettings(size=2, address=f"127.0.0.1:{free_ports()}")
         welcome = Welcome(backend="jax", base_model=model, config=CONFIG.model_dump_json().encode())
         cls.settings, cls.lost_file = settings, directory / "lost"
-        return leading(JaxBackend(model, CONFIG), settings, welcome)
+        return make_leader(JaxBackend(model, CONFIG), settings, welcome)
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,4 +1,4 @@
-"""Several hosts pass the backend suite: rank 0 here, rank 1 in a process of its own."""
+"""Multiple hosts pass the backend suite: rank 0 in this process, and rank 1 in a second process."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def fail(reason: str) -> None:
     raise AssertionError(reason)
 
 
-def leading(own: AbstractBackend, settings: HostsSettings, welcome: Welcome) -> LeadingBackend:
+def make_leader(own: AbstractBackend, settings: HostsSettings, welcome: Welcome) -> LeadingBackend:
     return LeadingBackend(own, settings, welcome, on_lost=fail)
 
 
@@ -40,7 +40,7 @@ class TestFakeOnTwoHosts(BackendSuite):
         settings = HostsSettings(size=2, address=f"127.0.0.1:{free_ports()}")
         welcome = Welcome(backend="fake", base_model="tiny", config=CONFIG.model_dump_json().encode())
         cls.settings, cls.lost_file, cls.own = settings, directory / "lost", FakeBackend("tiny", CONFIG)
-        return leading(cls.own, settings, welcome)
+        return make_leader(cls.own, settings, welcome)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -60,8 +60,8 @@ class TestFakeOnTwoHosts(BackendSuite):
         self.lost_file.unlink()
 
 
-def jax_suite(*arguments: str) -> str:
-    """Run the suite with JAX in processes of two devices each; return the summary."""
+def run_jax_suite(*arguments: str) -> str:
+    """Run the suite with JAX in processes of two devices each and return the summary line."""
     flags = f"--xla_force_host_platform_device_count=2 {FAST_COMPILE_FLAGS}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(JAX_SUITE)]
@@ -73,13 +73,13 @@ def jax_suite(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_jax_on_two_hosts_passes_the_suite() -> None:
-    assert " passed" in jax_suite()
+    assert " passed" in run_jax_suite()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [0, 1])
 def test_hosts_retry_with_less_memory_together_and_end_together(tmp_path: Path, alone: int) -> None:
-    """Two processes of one device each."""
+    """Uses two processes with one device each."""
     environment = os.environ | {"XLA_FLAGS": FAST_COMPILE_FLAGS, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.contract.exhausted_hosts", str(tmp_path), str(alone)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The JAX backend passes the backend suite with tiny models of every kind of part and block."""
+"""The JAX backend passes the backend suite, with tiny models that contain every kind of part and block."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""An engine that replaces one whose JAX device was lost continues bit-equal."""
+"""An engine that replaces an engine with a lost JAX device continues bit-equal."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -58,14 +58,15 @@ def test_results_are_bit_equal_after_device_loss(tmp_path):
             for step in range(NUM_STEPS):
                 for n in range(2):
                     request = forward_backward(10 * step + n)
-                    if n == 1:  # its loss was never stored, or is deleted: the request alone replays it
+                    if n == 1:  # its loss was never stored or was deleted, so the request alone must replay it
                         request = replace(request, loss="custom", loss_config={"loss_id": "gone"}, custom=LOSS)
                     names.append(harness.submit(request, model_id=model_id, seq_id=3 * step + n + 1))
                 names.append(harness.submit(optim_step(0.01), model_id=model_id, seq_id=3 * step + 3))
+
         names.append(harness.submit(sample(temperature=1.0)))
         return harness, names
 
-    def shown(harness, names):
+    def collect_results(harness, names):
         harness.run(*names, backend=JaxBackend(model, TINY_CONFIG))
         results = [harness.result(name) for name in names]
         harness.close()
@@ -76,8 +77,8 @@ def test_results_are_bit_equal_after_device_loss(tmp_path):
             for result in results
         ]
 
-    undisturbed = shown(*train("undisturbed"))
+    undisturbed = collect_results(*train("undisturbed"))
     harness, names = train("disturbed")
     with pytest.raises(BackendLost):
         harness.run(*names, backend=FailingBackend(model, TINY_CONFIG))
-    assert shown(harness, names) == undisturbed
+    assert collect_results(harness, names) == undisturbed

@@ -21,7 +21,10 @@ pytestmark = [
 
 
 def torch_backend(architecture: str) -> AbstractBackend:
-    """Return the backend on a tiny model, not started, with one thread: those of torch spin on shared cores."""
+    """Return an unstarted backend on a tiny model.
+
+    It has one thread, because torch's threads spin on shared cores.
+    """
     spec = torch_spec()
     config = spec.config(device="cpu", num_threads=1, max_models=3, max_samplers=2, sample_slots=4, logits_chunk=8)
     return spec.load()(str(tiny_directory(architecture)), config)

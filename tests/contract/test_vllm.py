@@ -1,4 +1,4 @@
-"""A fake trainer and the sampler on vLLM servers, which are stubs, pass the backend suite together."""
+"""A fake trainer and vLLM samplers, which are stubs, pass the backend suite together."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +41,7 @@ class TestFakeAndVllm(BackendSuite):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def servers(cls) -> Iterator[None]:
-        """The stubs, for all tests of the class."""
+        """The stub servers, shared by all tests of the class."""
         with ExitStack() as stack:
             cls.stubs = []
             for _ in range(cls.num_servers):
@@ -66,7 +66,7 @@ class TestFakeAndVllm(BackendSuite):
     @contextmanager
     def lost_device(self, backend: AbstractBackend) -> Generator[None]:
         _Trainer.last.is_lost = True
-        for stub in self.stubs:  # its samples would go on
+        for stub in self.stubs:  # otherwise its samples would continue
             stub.options.fail_next = [(400, "the test wants it")] * 10
         yield
         _Trainer.last.is_lost = False
@@ -74,7 +74,7 @@ class TestFakeAndVllm(BackendSuite):
             stub.options.fail_next = []
 
     def test_greedy_samples_ignore_filters(self, driver: BackendDriver) -> None:
-        """At temperature 0 a filter removes no token that is drawn, so the log-probabilities are those without it."""
+        """At temperature 0, a filter never removes the sampled token, so filters do not change the logprobs."""
         plain = SamplingParams(seed=1, max_tokens=6, eos_stops=False, temperature=0.0)
         drawn = [
             driver.draw(driver.sample_request(None, params=params))

@@ -1,7 +1,7 @@
-"""A small body costs the server little memory, whatever it repeats; `make fuzz-amplification` tries more.
+"""A small body costs the server little memory, even if it repeats parts; `make fuzz-amplification` tries more.
 
-Memory is measured in a server process of its own. Times are printed by the fuzzer and not tested here, as other
-programs change them.
+Memory is measured in a separate server process. The fuzzer also prints times, which are not tested
+here because they depend on other programs.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Results are bit-equal when API and engine are killed at random times and at every crash point."""
+"""Results are bit-equal when the API and the engine are killed at random times and at every crash point."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ from tests.support.chaos.runs import Outcome, Server, fake_server, find_differen
 from tests.support.postgresql_server import PostgresqlServer
 from tests.support.with_constants import constants
 
-# The SDK leaves closing of connections to the garbage collector.
+# The SDK leaves closing connections to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    # Threads of the SDK use `random` while hypothesis draws.
+    # Threads of the SDK use `random` while hypothesis generates data.
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
 ]
 _TIME = st.floats(0.05, 0.8)
@@ -44,51 +44,50 @@ def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_by_tenants() -> dict[int, Outcome]:
-    """Give the outcomes of one and two tenants on an undisturbed server."""
+def calm_outcomes() -> dict[int, Outcome]:
+    """The outcomes of one and two tenants on an undisturbed server."""
     return {num_tenants: run(fake_server(), num_tenants, []) for num_tenants in (1, 2)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tenants", [1, 2])
-def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], num_tenants: int) -> None:
+def test_random_kills_change_no_bit(calm_outcomes: dict[int, Outcome], num_tenants: int) -> None:
     @settings(max_examples=3, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(KILLS, min_size=5, max_size=8))
     def check(kills: list[Kill]) -> None:
         found = run(fake_server(), num_tenants, kills)
         note(f"killed: {found.done}")
-        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, calm_outcomes[num_tenants]) == []
 
     check()
 
 
 @pytest.mark.slow
-def test_history_of_a_run_is_there_to_compare(undisturbed_by_tenants: dict[int, Outcome]) -> None:
-    found = Counter(row.split()[0] for row in undisturbed_by_tenants[1].history.elements())
+def test_history_of_a_run_is_there_to_compare(calm_outcomes: dict[int, Outcome]) -> None:
+    found = Counter(row.split()[0] for row in calm_outcomes[1].history.elements())
     assert found["point"] >= 40 and found["kept"] == 20 and found["usage"] >= 4 and found["steps"] == 2, found
     assert found["audit"] >= found["saved"] > 0, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ENGINE_POINTS)
-def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[int, Outcome], point: Point) -> None:
+def test_a_kill_at_each_crash_point_changes_no_bit(calm_outcomes: dict[int, Outcome], point: Point) -> None:
     # A replay needs an earlier crash, with log records after the newest snapshot.
     first = [Kill("engine", "engine.answer", 8)] if point.startswith("replay") else []
-    # A slow machine needs longer to reach a point, and a kill at another place would prove nothing. Nor would one after
-    # a snapshot that is taken because time has passed: nothing would be left to replay.
+    # A slow machine needs longer to reach a crash point, and a kill at another point would prove
+    # nothing. A snapshot by time would leave nothing to replay, so replay points use a long
+    # interval.
     server = fake_server()
     flags = constants("engine", snapshot_interval_s=3600) if first else ()
     patient = replace(server, slowness=8.0, engine_flags=(*server.engine_flags, *flags))
     found = run(patient, 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
-    assert find_differences(found, undisturbed_by_tenants[1]) == []
+    assert find_differences(found, calm_outcomes[1]) == []
 
 
 @pytest.mark.slow
-def test_kills_on_postgresql_change_no_bit(
-    undisturbed_by_tenants: dict[int, Outcome], postgresql: PostgresqlServer
-) -> None:
-    """Compared with undisturbed runs on SQLite."""
+def test_kills_on_postgresql_change_no_bit(calm_outcomes: dict[int, Outcome], postgresql: PostgresqlServer) -> None:
+    """The results equal undisturbed runs on SQLite."""
     kills = [
         Kill("engine", "engine.answer", 4),
         Kill("api", "store.commit", 6),
@@ -99,11 +98,11 @@ def test_kills_on_postgresql_change_no_bit(
     for num_tenants in (1, 2):
         found = run(fake_server(postgresql.new_database()), num_tenants, kills)
         assert found.done.total() >= 3, found.done
-        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, calm_outcomes[num_tenants]) == []
 
 
 def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> Outcome:
-    """Compare runs on four engines of one database, which are killed, with an undisturbed run of one engine."""
+    """Compare runs on four engines with kills, which share a database, with an undisturbed run on one engine."""
     undisturbed = run(server, num_tenants, [])
     found = run(replace(server, database_url=postgresql.new_database(), num_engines=4), num_tenants, kills)
     assert found.done.total() >= 3, found.done
@@ -113,7 +112,7 @@ def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], p
 
 @pytest.mark.slow
 def test_kills_of_engines_that_give_each_other_samples_change_no_bit(postgresql: PostgresqlServer) -> None:
-    """With one slot the second request of a client waits for seconds, while another engine has nothing to do."""
+    """With one slot, a client's second request waits for seconds while another engine is idle."""
     server = replace(fake_server(step_delay_s=0.05, slice_tokens=1, sample_slots=1), slowness=10.0)
     found = check_several_engines(server, 2, random_kills(seed=5, num_kills=12), postgresql)
     assert found.num_given >= 1
@@ -160,7 +159,7 @@ def test_schedule_contains_each_crash_point_once_before_any_repeats() -> None:
     kills = random_kills(seed=5, num_kills=200)
     points = [kill.point for kill in kills if kill.victim == "engine" and kill.point is not None]
     rounds = [points[start : start + len(ENGINE_POINTS)] for start in range(0, len(points), len(ENGINE_POINTS))]
-    assert len(rounds) > 3 and all(set(each) == set(ENGINE_POINTS) for each in rounds[:-1])
+    assert len(rounds) > 3 and all(set(crash_points) == set(ENGINE_POINTS) for crash_points in rounds[:-1])
     assert {kill.victim for kill in kills} == {"engine", "api", "both"}
     first = [next(kill for kill in random_kills(seed, 20) if kill.victim == "engine").point for seed in range(200)]
     assert not any(point and point.startswith("replay") for point in first), (
@@ -182,6 +181,7 @@ def test_a_kill_during_removal_leaves_no_partial_artifact(tmp_path: Path) -> Non
     program = (
         f"from pathlib import Path; from skyrl_tx.artifacts import LocalArtifacts as S; S(Path({str(tmp_path)!r}))"
     )
+
     killed = subprocess.run(
         [sys.executable, "-c", f"{program}.collect([], min_age_s=0)"],
         env={**os.environ, failpoints.VARIABLE: "artifact.collect:1"},

@@ -1,6 +1,8 @@
-"""No generated call of any route gets a 5xx or a late response. Routes are read from the OpenAPI document.
+"""No generated call of any route gets a 5xx or a late response.
 
-An engine executes the accepted requests and must not exit either.
+The routes come from the OpenAPI document.
+
+An engine executes the accepted requests and must not exit.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Over a network that drops, truncates, repeats, delays and throttles, each request takes effect exactly once."""
+"""On a network that drops, truncates, repeats, delays and throttles, each request takes effect exactly once."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from tests.support.chaos.runs import Network, Outcome, fake_server, find_differe
 from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, make_random_schedule
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
-EACH = {
+FAULTS_BY_CALL = {
     ("create_session", 1): "lose answer",
     ("create_model", 1): "lose answer",
     ("forward_backward", 1): "lose answer",
@@ -48,7 +48,7 @@ EACH = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Outcome:
+def calm_outcome() -> Outcome:
     return run(fake_server(), 1, [])
 
 
@@ -59,8 +59,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         yield stack
 
 
-def flaky(schedule: Schedule, proxies: list[FlakyProxy]) -> Network:
-    """Return a network with faults; its proxy is appended to `proxies`."""
+def make_flaky_network(schedule: Schedule, proxies: list[FlakyProxy]) -> Network:
+    """Return a network with faults. Its proxy is appended to `proxies`."""
 
     @contextmanager
     def open_proxy(url: str) -> Generator[str]:
@@ -71,10 +71,10 @@ def flaky(schedule: Schedule, proxies: list[FlakyProxy]) -> Network:
     return open_proxy
 
 
-def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
+def test_each_kind_of_fault_changes_no_bit(calm_outcome: Outcome) -> None:
     proxies: list[FlakyProxy] = []
-    found = run(fake_server(), 1, [], flaky(lambda path, nth: EACH.get((path, nth)), proxies))
-    assert find_differences(found, undisturbed) == []
+    found = run(fake_server(), 1, [], make_flaky_network(lambda path, nth: FAULTS_BY_CALL.get((path, nth)), proxies))
+    assert find_differences(found, calm_outcome) == []
     done = proxies[0].done
     assert {fault for fault, _ in done} == set(FAULTS), done
     assert done.total() >= 16, done
@@ -83,13 +83,13 @@ def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "kind"), [(1, "sqlite"), (2, "sqlite"), (3, "postgresql")])
 def test_random_faults_change_no_bit(
-    undisturbed: Outcome, seed: int, kind: str, request: pytest.FixtureRequest
+    calm_outcome: Outcome, seed: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """One call in six is disturbed; the seed determines which and how."""
+    """One call in six is disturbed. The seed determines the calls and the faults."""
     proxies: list[FlakyProxy] = []
     url = request.getfixturevalue("postgresql_url") if kind == "postgresql" else None
-    found = run(fake_server(url), 1, [], flaky(make_random_schedule(seed, 1 / 6), proxies))
-    assert find_differences(found, undisturbed) == [], proxies[0].done
+    found = run(fake_server(url), 1, [], make_flaky_network(make_random_schedule(seed, 1 / 6), proxies))
+    assert find_differences(found, calm_outcome) == [], proxies[0].done
     assert proxies[0].done.total() >= 10, proxies[0].done
 
 
@@ -102,7 +102,10 @@ Chunked = tuple[dict[str, float], list[list[float]], dict[str, float]]
 
 
 def train_in_chunks(url: str) -> Chunked:
-    """Run a pass of three chunks and an optimizer step; return their results and those of a later pass."""
+    """Run a pass of three chunks and an optimizer step.
+
+    Returns their results and the results of a later pass.
+    """
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4, seed=3).result()
     passed = training.forward_backward(list(map(datum, range(2100))), "cross_entropy")
@@ -114,13 +117,13 @@ def train_in_chunks(url: str) -> Chunked:
 
 
 @pytest.fixture(scope="module")
-def chunked(stack: LiveStack) -> Chunked:
+def chunk_results(stack: LiveStack) -> Chunked:
     """The results of chunks without faults."""
     return train_in_chunks(stack.url)
 
 
 @pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_reordered_chunks_give_equal_results(stack: LiveStack, chunked: Chunked, late: int) -> None:
+def test_reordered_chunks_give_equal_results(stack: LiveStack, chunk_results: Chunked, late: int) -> None:
     def schedule(path: str, nth: int) -> Fault | None:
         return "delay" if path == "forward_backward" and nth == late else None
 
@@ -128,11 +131,11 @@ def test_reordered_chunks_give_equal_results(stack: LiveStack, chunked: Chunked,
         found = train_in_chunks(proxy.url)
     assert proxy.done == {("delay", "forward_backward"): 1}
     assert sum(call.path == "forward_backward" for call in calls) == 4
-    assert found == chunked
+    assert found == chunk_results
 
 
 def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStack) -> None:
-    """Retries have equal bodies and idempotency keys; only the retry count differs."""
+    """Retries have equal bodies and idempotency keys. Only the retry count differs."""
     with (
         flaky_proxy(stack.url, lambda path, nth: "lose answer" if path == "optim_step" and nth < 3 else None) as proxy,
         stack.recorder.recording() as calls,
@@ -141,6 +144,7 @@ def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStac
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+
     first, second, third, other = [call for call in calls if call.path == "optim_step"]
     assert first.body == second.body == third.body != other.body
     assert len({call.headers["x-idempotency-key"] for call in (first, second, third)}) == 1
@@ -150,7 +154,10 @@ def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStac
 
 
 def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
-    """The client gets an empty 400, a 409 or several 500 and retries; the server executes the request once."""
+    """The client gets an empty 400, a 409 or multiple 500s and retries.
+
+    The server executes the request once.
+    """
     stack.recorder.replace_responses("forward_backward", [HTTPStatus.BAD_REQUEST])
     stack.recorder.replace_responses("save_weights", [HTTPStatus.CONFLICT])
     stack.recorder.replace_responses("retrieve_future", [HTTPStatus.INTERNAL_SERVER_ERROR] * 5, "ForwardBackward")
@@ -159,6 +166,7 @@ def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         training.forward_backward([datum(1)], "cross_entropy").result()
         training.save_state("a").result()
+
     for path in ("forward_backward", "save_weights"):
         lost, retried = [call for call in calls if call.path == path]
         assert lost.body == retried.body
@@ -167,7 +175,7 @@ def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
     assert [row.kind for row in rows] == ["create_model", "model_pass"], "a save has no log record"
 
 
-def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked: Chunked) -> None:
+def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunk_results: Chunked) -> None:
     """Uses a client configuration without `parallel_fwdbwd_chunks` and with a shorter chunk length."""
     flags = ClientConfigResponse(parallel_fwdbwd_chunks=False).model_dump() | {"fwdbwd_max_chunk_len": 700}
     stack.recorder.respond_with("client/config", flags)
@@ -176,10 +184,10 @@ def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked:
     stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
     bodies = [Body(call.body, PROTOBUF, "zstd", BodyLimits(2**24)) for call in calls if call.path == "forward_backward"]
     passes = [body.parse_message(wire_pb2.ForwardBackwardRequest) for body in bodies]
-    assert [(each.seq_id, len(each.data)) for each in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
-    assert logprobs == chunked[1]
-    assert metrics["loss:sum"] == pytest.approx(chunked[0]["loss:sum"])
-    assert after == pytest.approx(chunked[2], rel=1e-4)
+    assert [(message.seq_id, len(message.data)) for message in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
+    assert logprobs == chunk_results[1]
+    assert metrics["loss:sum"] == pytest.approx(chunk_results[0]["loss:sum"])
+    assert after == pytest.approx(chunk_results[2], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -198,6 +206,7 @@ def test_late_responses_to_polls(stack: LiveStack) -> None:
         assert time.monotonic() - impatient.polls[1] < 55
         waiting.result()
         assert 50 <= time.monotonic() - patient.polls[1] < 60
+
     assert len(patient.polls) == 2
     assert len(impatient.polls) == 3 and 45 <= impatient.polls[2] - impatient.polls[1] < 50
 
@@ -233,6 +242,7 @@ def test_slow_readers_do_not_delay_other_clients(stack: LiveStack) -> None:
     )
     half = head + body[: len(body) // 2]
     address = urlsplit(stack.url)
+
     with contextlib.ExitStack() as readers:
         slow: list[socket.socket] = []
         for number in range(120):
@@ -240,8 +250,9 @@ def test_slow_readers_do_not_delay_other_clients(stack: LiveStack) -> None:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             reader.connect((address.hostname, address.port))
             slow.append(readers.enter_context(reader))
-            reader.sendall(head + body if number < 100 else half)  # some never complete their request
+            reader.sendall(head + body if number < 100 else half)  # some clients never complete their request
         assert all(reader.recv(1) == b"H" for reader in slow[:100]), "the responses have started"
+
         started = time.monotonic()
         training.forward_backward([datum(1)], "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()

@@ -1,4 +1,4 @@
-"""The SDK honours Retry-After and session ends of this server."""
+"""The SDK respects Retry-After headers and session ends of this server."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ from skyrl_tx.store import sessions
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.polling import until
 
-BEAT_S = 10  # between two heartbeats
+BEAT_S = 10  # the interval of the SDK's heartbeats
 HASTE = 100
 
 
 class Clock:
-    """Stands for `asyncio` in a module of the SDK: records waits and shortens them to a hundredth."""
+    """Replaces `asyncio` in a module of the SDK. Records waits and shortens them to a hundredth."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
@@ -61,8 +61,8 @@ def test_heartbeats_continue_after_a_failure_and_stop_at_the_session_end(
         until(lambda: len(beats()) >= 3)
         assert beats()[0] == HTTPStatus.INTERNAL_SERVER_ERROR and set(beats()[1:]) == {HTTPStatus.OK}
 
-        heard_at = heard(stack, session_id)
-        until(lambda: heard(stack, session_id) > heard_at)
+        heard_at = get_last_heartbeat(stack, session_id)
+        until(lambda: get_last_heartbeat(stack, session_id) > heard_at)
         stack.server.post(f"sessions/{session_id}/finish", reason={"type": "success"})
         until(lambda: beats()[-1] == HTTPStatus.GONE)
         after = len(beats())
@@ -70,31 +70,31 @@ def test_heartbeats_continue_after_a_failure_and_stop_at_the_session_end(
         assert len(beats()) == after and beats().count(HTTPStatus.GONE) == 1
 
 
-def heard(stack: LiveStack, session_id: SessionId) -> float:
+def get_last_heartbeat(stack: LiveStack, session_id: SessionId) -> float:
     row = stack.server.store.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
     return row.last_heartbeat_at
 
 
 def test_retried_create_session_honours_retry_after_and_creates_one_session(stack: LiveStack) -> None:
-    started, before = time.monotonic(), all_sessions(stack)
+    started, before = time.monotonic(), list_sessions(stack)
     stack.recorder.replace_responses("create_session", [HTTPStatus.SERVICE_UNAVAILABLE], headers={"Retry-After": "2"})
     with stack.recorder.recording() as calls:
         session_id = new_client(stack).model_id.partition(":")[0]
     assert time.monotonic() - started >= 2, "without Retry-After it would have retried after half a second"
     lost, answered = [call for call in calls if call.path == "create_session"]
     assert lost.headers["x-idempotency-key"] == answered.headers["x-idempotency-key"]
-    assert all_sessions(stack) - before == {session_id}
+    assert list_sessions(stack) - before == {session_id}
     new_client(stack)
-    assert len(all_sessions(stack) - before) == 2, "another client has a session of its own"
+    assert len(list_sessions(stack) - before) == 2, "a second client has a second session"
 
 
-def all_sessions(stack: LiveStack) -> set[str]:
+def list_sessions(stack: LiveStack) -> set[str]:
     return set(stack.server.store.read(lambda tx: sessions.list_ids(tx, None, 1000, 0)))
 
 
 def test_poll_honours_retry_after(stack: LiveStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The delay doubles with each response, and then the result follows."""
+    """The delay doubles with each response until the result arrives."""
     client, clock = new_client(stack), Clock()
     monkeypatch.setattr(api_future_impl, "asyncio", clock)
     stack.recorder.replace_responses("retrieve_future", [HTTPStatus.TOO_MANY_REQUESTS] * 3, "ForwardBackward")

@@ -1,4 +1,4 @@
-"""The server keeps its promises in simulated histories with faults, see `tests.support.simulation`."""
+"""The server keeps its promises in simulated histories with faults; see `tests.support.simulation`."""
 
 import os
 import re
@@ -13,11 +13,14 @@ from tests.support.simulation.mutations import MUTATIONS
 ROOT = Path(__file__).parents[2]
 NUM_PARTS = 3
 HISTORIES = 50
-"""In each part; the parts run at once. A history takes about 0.1 s, most of it in SQLAlchemy."""
+"""Histories per part.
+
+The parts run at the same time. A history takes about 0.1 s, mostly in SQLAlchemy.
+"""
 
 
 def simulate(*flags: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, in which sets have a fixed order."""
+    """Run the command in a separate process, in which sets have a fixed order."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.simulation", *flags]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -38,8 +41,8 @@ def test_many_other_histories_keep_the_promises(histories, seed):
     assert f"{histories} histories" in done.stdout
 
 
-def digest_of(*flags: str) -> str:
-    """Run histories; return the digest of their traces."""
+def get_digest(*flags: str) -> str:
+    """Run histories and return the digest of their traces."""
     done = simulate(*flags)
     found = re.search(r"digest (\w+)", done.stdout)
     assert found is not None, done.stdout + done.stderr
@@ -48,14 +51,14 @@ def digest_of(*flags: str) -> str:
 
 def test_equal_seeds_give_equal_histories():
     flags = ("--histories", "10", "--seed", "300", "--most-violations", "10")
-    first, second = digest_of(*flags), digest_of(*flags)
+    first, second = get_digest(*flags), get_digest(*flags)
     assert first == second
-    assert first != digest_of("--histories", "10", "--seed", "400", "--most-violations", "10")
+    assert first != get_digest("--histories", "10", "--seed", "400", "--most-violations", "10")
 
 
 def test_prepared_statements_change_no_history():
     flags = ("--histories", "30", "--seed", "500", "--most-violations", "30")
-    assert digest_of(*flags) == digest_of(*flags, "--plain")
+    assert get_digest(*flags) == get_digest(*flags, "--plain")
 
 
 @pytest.mark.slow

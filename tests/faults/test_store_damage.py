@@ -104,6 +104,7 @@ def test_error_names_the_directory_that_cannot_be_written(tmp_path: Path) -> Non
         )
     finally:
         data_dir.chmod(0o700)
+
     assert child.returncode == 0, child.stderr
     assert child.stdout.startswith("database skyrl_tx.db: it cannot be written; check the file permissions"), (
         child.stdout
@@ -117,5 +118,5 @@ def test_read_only_disk_fails_the_write_and_later_writes_succeed(tmp_path: Path)
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it cannot be written"):
         store.write(add)
     assert store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0)) == [kept]
-    assert store.write(add)  # on a connection of its own
+    assert store.write(add)  # on a new connection
     store.close()

@@ -58,12 +58,15 @@ def add(tx: Session, name: str = "") -> str:
     return sessions.create(tx, owner="ann", display_name=name, now=1.0)
 
 
-def sessions_of(store: Store) -> list[str]:
+def list_sessions(store: Store) -> list[str]:
     return sorted(store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0)))
 
 
 def fill_the_disk(store: Store) -> None:
-    """Set `max_page_count`, with which SQLite behaves as on a full disk. New connections have no such limit."""
+    """Set `max_page_count`, so that SQLite behaves as on a full disk.
+
+    New connections have no such limit.
+    """
     store.write(lambda tx: tx.connection().exec_driver_sql("PRAGMA max_page_count = 1").scalar())
 
 
@@ -90,11 +93,12 @@ def test_full_disk_fails_the_group_commit_and_later_writes_succeed(store: Store)
     large = "x" * 2**20
     group = [store.write_soon(lambda tx, name=name: add(tx, name)) for name in ("small", large, "small")]
     gate.set()
+
     for write in group:
         with pytest.raises(StoreError, match=r"skyrl_tx\.db: no space left on its disk"):
             write.result(20)
     after = store.write(lambda tx: add(tx, large))
-    assert sessions_of(store) == sorted([kept, after])
+    assert list_sessions(store) == sorted([kept, after])
 
 
 def test_database_error_that_the_caller_swallows_fails_the_write(store: Store) -> None:
@@ -105,7 +109,7 @@ def test_database_error_that_the_caller_swallows_fails_the_write(store: Store) -
     fill_the_disk(store)
     with pytest.raises(StoreError):
         store.write(hide)
-    assert sessions_of(store) == []
+    assert list_sessions(store) == []
 
 
 def test_write_waits_for_another_writer(store: Store, intruder: sqlite3.Connection) -> None:
@@ -118,7 +122,7 @@ def test_database_locked_for_too_long_is_an_error_and_the_store_continues(
 ) -> None:
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: another process holds its lock"):
         store.write(add)
-    assert sessions_of(store) == [], "readers do not wait"
+    assert list_sessions(store) == [], "readers do not wait"
     intruder.execute("ROLLBACK")
     session_id = store.write(add)
-    assert sessions_of(store) == [session_id]
+    assert list_sessions(store) == [session_id]

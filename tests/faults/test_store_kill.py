@@ -67,6 +67,7 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
 def test_acknowledged_writes_survive_a_kill_and_no_write_is_partial(tmp_path: Path, database_url: str | None) -> None:
     Store.open(tmp_path, role="engine", url=database_url).close()
     lives = random.Random(7)
+
     for life in range(NUM_KILLS):
         wanted = lives.randrange(1, 60)
         with subprocess.Popen(
@@ -78,6 +79,7 @@ def test_acknowledged_writes_survive_a_kill_and_no_write_is_partial(tmp_path: Pa
             lines = [writer.stdout.readline() for _ in range(wanted)]
             writer.kill()
             lines += writer.stdout.readlines()  # acknowledged before it died; the last line may be cut
+
         acknowledged = {int(line) for line in lines if line.endswith("\n")}
         assert len(acknowledged) >= wanted
         check(tmp_path, database_url, f"life-{life}", acknowledged)
@@ -91,6 +93,7 @@ def check(data_dir: Path, database_url: str | None, life: str, acknowledged: set
     num_effects = store.read(lambda tx: tx.connection().execute(count, {"life": life}).scalar_one())
     curve = store.read(lambda tx: points.read_points(tx, ModelId(life)))
     used = store.read(lambda tx: usage.read_totals(tx, "ann", 0.0, model_id=life))
+
     if database_url is None:
         health = store.read(lambda tx: tx.connection().execute(text("PRAGMA integrity_check")).scalar_one())
         assert health == "ok"

@@ -1,4 +1,4 @@
-"""Data directories of earlier releases: nothing is lost, and runs continue with the release's own numbers."""
+"""Data directories of earlier releases: nothing is lost, and runs continue with the results of that release."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ FILES = sorted(GOLDEN.glob("*.tar.xz"))
 
 @contextmanager
 def serve(data_dir: Path) -> Iterator[str]:
-    """Serve a data directory with the current code; give the URL."""
+    """Serve a data directory with the current code and yield the URL."""
     api = ApiSettings(port=0, data_dir=data_dir, base_model=BASE_MODEL)
     engine = EngineSettings(data_dir=data_dir, base_model=BASE_MODEL)
     with live_api(api) as server, live_engine(engine, FakeBackend(BASE_MODEL, FakeConfig())):
@@ -42,7 +42,10 @@ def serve(data_dir: Path) -> Iterator[str]:
 
 
 def assert_same(name: str, found: Json, recorded: Json, *, bit_equal: bool) -> None:
-    """Compare results; with other arithmetic than the release's, numbers may differ in the last bits."""
+    """Compare results.
+
+    Unless `bit_equal`, numbers may differ in the last bits, because the arithmetic has changed.
+    """
     if bit_equal or name == "listed" or name.startswith("checkpoint"):
         assert found == recorded, name
     elif isinstance(recorded, dict):
@@ -84,7 +87,7 @@ def assert_decodable(data_dir: Path) -> None:
     assert rows
     for kind, body, result in rows:
         request = codec.decode(body)
-        assert not isinstance(request, requests.ModelSpec) and codec.kind_of(request) == kind
+        assert not isinstance(request, requests.ModelSpec) and codec.get_kind(request) == kind
         assert result is None or isinstance(codec.decode(result), results.Result)
 
 

@@ -1,4 +1,4 @@
-"""A working directory where cookbook recipes find a model and data sets, offline and under their public names."""
+"""A working directory where cookbook recipes find a model and data sets offline, under their public names."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ OTHER_NAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B")  # 
 MAX_LENGTH = 8192  # tokens: some prompts are long, and the tiny tokenizer has short tokens
 RECIPE = Path(__file__).parent / "run_recipe.py"
 
-# What the environments of math_rl and rl_basic add to every question, and their few-shot example.
+# The environments of math_rl and rl_basic add this suffix and a few-shot example to every question.
 MATH_SUFFIX = " Write your answer in \\boxed{} format."
 EXAMPLE = (
     "How many r's are in strawberry?",
@@ -39,7 +39,7 @@ class WorkingDirectory:
 
     @property
     def model(self) -> Path:
-        """The directory of the tiny model, which has the name of a large one."""
+        """The directory of the tiny model, which has the name of a large model."""
         return self.root / MODEL_NAME
 
     def write_model(self, max_length: int | None = None) -> None:
@@ -75,8 +75,8 @@ class WorkingDirectory:
         )
         self.write_dataset("openai/gsm8k", "main", train=train, test=test)
 
-    def boxed(self, row: Question, suffix: str) -> list[dict[str, str]]:
-        """Return the prompt of a GSM8K environment of the cookbook with the answer that it rewards."""
+    def make_boxed_prompt(self, row: Question, suffix: str) -> list[dict[str, str]]:
+        """Return the prompt of a cookbook GSM8K environment, with the answer that it rewards."""
         question, answer = EXAMPLE
         number = row.answer.split("#### ")[1]
         return [*_chat(question + suffix, answer), *_chat(row.text + suffix, f"\\boxed{{{number}}}")]
@@ -95,11 +95,11 @@ class WorkingDirectory:
         return _read_lines(self.log(recipe) / "metrics.jsonl")
 
     def run_module(self, module: str, url: str, *arguments: str, stdin: str = "") -> str:
-        """Run a module of the cookbook as a program; return its standard output."""
+        """Run a module of the cookbook as a program and return its standard output."""
         return self.run_program(RECIPE.name, url, module, *arguments, stdin=stdin)
 
     def run_program(self, program: str, url: str, *arguments: str, stdin: str = "") -> str:
-        """Run a program of tests/recipes in the directory; return its standard output."""
+        """Run a program of tests/recipes in the directory and return its standard output."""
         variables = {
             **OFFLINE,
             **self.environment.variables,
@@ -134,15 +134,17 @@ def write_inputs(place: WorkingDirectory) -> None:
         (place.root / name).symlink_to(place.model)
     excerpt = load_excerpt()
     questions = excerpt.train[:32]
+
     texts = [row.text for row in questions]
     chats = [_chat(row.text, row.answer) for row in questions]
     place.write_questions(questions[:8], excerpt.held_out[:4])
     place.write_conversations(chats * 4)
     place.write_lines("chats.jsonl", [{"messages": chat} for chat in chats])
     sums = [_sum(x, y) for x in range(0, 100, 7) for y in range(0, 100, 11)] + [
-        place.boxed(row, MATH_SUFFIX) for row in questions
+        place.make_boxed_prompt(row, MATH_SUFFIX) for row in questions
     ] * 2
     place.write_lines("sums.jsonl", [{"messages": row} for row in sums])
+
     pairs = [
         {
             "chosen": f"\n\nHuman: {row.text}\n\nAssistant: {row.answer}",
@@ -150,6 +152,7 @@ def write_inputs(place: WorkingDirectory) -> None:
         }
         for row in questions
     ]
+
     place.write_dataset("Anthropic/hh-rlhf", train=pairs, test=pairs[:4])
     place.write_dataset("zwhe99/DeepMath-103K", train=[{"question": text} for text in texts])
     place.write_dataset("allenai/tulu-3-sft-mixture", train=[{"messages": chat} for chat in chats])
@@ -158,6 +161,7 @@ def write_inputs(place: WorkingDirectory) -> None:
     place.write_dataset("hicai-zju/SciKnowEval", test=[_exam(row) for row in questions])
     pages = [{"text": f"{row.text} {row.answer}"} for row in excerpt.train]
     place.write_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", train=pages * 10)
+
     rubric = {
         "rubric_str": "Is it right?",
         "extraction_regex": "<score>(.*?)</score>",
@@ -174,7 +178,7 @@ def _chat(question: str, answer: str = "") -> list[dict[str, str]]:
 
 
 def _sum(x: int, y: int) -> list[dict[str, str]]:
-    """Return a conversation as math_rl's arithmetic environment makes it."""
+    """Return a conversation like the conversations of math_rl's arithmetic environment."""
     return [*_chat("What is 4 + 5?", "9"), *_chat(f"What is {x} + {y}?", str(x + y))]
 
 
@@ -191,18 +195,18 @@ def _exam(row: Question) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def prepared(client_environment, tmp_path_factory):
-    """Give a working directory with the data sets of all recipes."""
+def recipes_directory(client_environment, tmp_path_factory):
+    """A working directory with the data sets of all recipes."""
     place = WorkingDirectory(root=tmp_path_factory.mktemp("recipes") / "work", environment=client_environment(COOKBOOK))
     write_inputs(place)
     return place
 
 
 @pytest.fixture(scope="session")
-def shared_server_url(prepared, tmp_path_factory):
-    """Give the URL of a server for all recipes, with an alias for each model name that they use."""
+def recipes_server_url(recipes_directory, tmp_path_factory):
+    """The URL of a server for all recipes, with an alias for each model name that they use."""
     flags = (
-        *("--base-model", str(prepared.model)),
+        *("--base-model", str(recipes_directory.model)),
         *("--served-model-name", MODEL_NAME),
         *("--served-model-aliases", ",".join(OTHER_NAMES)),
         *("--backend-config.max-lora-rank", "128"),

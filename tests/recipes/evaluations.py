@@ -33,12 +33,14 @@ async def main(sampler_path: str) -> None:
     data = [conversation_to_datum(messages, renderer, 512)]
     Path(LOG).mkdir(parents=True)
     manager = checkpoint_utils.CheckpointManager(training, service, LOG, save_every=2, rolling_save_every=1)
+
     for step in range(1, 4):
         passed = await training.forward_backward_async(data, "cross_entropy")
         stepped = await training.optim_step_async(tinker.AdamParams(learning_rate=1e-3))
         await passed
         await stepped
         await manager.maybe_save_async(step, {"batch": step})
+
     await manager.save_final_async({"batch": 3})
     with warnings.catch_warnings(action="ignore"):
         nll = await NLLEvaluator(data)(training)
@@ -46,6 +48,7 @@ async def main(sampler_path: str) -> None:
     sampler_nll = await SamplerNLLEvaluator(data)(sampler)
     rows = [json.loads(line) for line in Path(LOG, "checkpoints.jsonl").read_text().splitlines()]
     listed = await service.create_rest_client().list_checkpoints_async(training.model_id)
+
     print(
         json.dumps(
             {

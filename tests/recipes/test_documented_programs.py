@@ -1,4 +1,4 @@
-"""The training programs of README, the start page and the guide to reward functions run as they are printed."""
+"""The training programs in the README, on the start page and in the reward function guide run as printed."""
 
 import os
 import re
@@ -17,14 +17,17 @@ TRAINING = "create_lora_training_client"
 
 
 def read_program(page: str) -> str:
-    """Return the one Python block of a page that creates a training client."""
+    """Return the only Python block of a page that creates a training client."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     (program,) = (block for block in blocks if TRAINING in block)
     return program
 
 
 def run_program(program: str, server: LiveServer) -> str:
-    """Run a program against a server with the tiny model, whose random weights need a high learning rate."""
+    """Run a program against a server with the tiny model.
+
+    Its random weights need a high learning rate.
+    """
     program = program.replace(ADDRESS, server.url).replace("Qwen/Qwen3-8B", "tiny")
     program = program.replace("learning_rate=1e-4", "learning_rate=1e-2")
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local"}

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "gsm8k"
 MODEL_NAME = "Qwen/Qwen3-0.6B"
 
 
-def script(name, *arguments, cwd):
+def run_script(name, *arguments, cwd):
     command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend, arch
     with LiveServer(tmp_path / "server", flags=flags, environment=environment) as server:
         common = ("--base-url", server.url, "--tokenizer", model, "--data", data)
 
-        trained = script(
+        trained = run_script(
             "sft.py", *common, "--batch-size", "16", "--steps", "30", "--learning-rate", "1e-2", cwd=tmp_path
         )
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained)]
@@ -62,11 +62,13 @@ def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend, arch
         assert "/weights/final" in state and "/sampler_weights/final" in weights
 
         sizes = ("--groups", "8", "--group-size", "8", "--steps", "2", "--max-tokens", "32")
-        reinforced = script("rl.py", *common, *sizes, "--checkpoint", state, "--learning-rate", "1e-3", cwd=tmp_path)
+        reinforced = run_script(
+            "rl.py", *common, *sizes, "--checkpoint", state, "--learning-rate", "1e-3", cwd=tmp_path
+        )
         assert any(0 < float(reward) < 1 for reward in re.findall(r"reward ([\d.]+)", reinforced))
         assert any(int(count) for count in re.findall(r"trained on (\d+)", reinforced))
         weights = re.findall(r"tinker://\S+/sampler_weights/final", reinforced)[-1]
 
-        output = script("inference.py", *common, "--checkpoint", weights, "--max-tokens", "32", cwd=tmp_path)
+        output = run_script("inference.py", *common, "--checkpoint", weights, "--max-tokens", "32", cwd=tmp_path)
         assert "4 answers in answers.jsonl" in output
-    assert re.match(r"right \d/4 \(.*%\); with a number \d", script("evaluate.py", "--show", "1", cwd=tmp_path))
+    assert re.match(r"right \d/4 \(.*%\); with a number \d", run_script("evaluate.py", "--show", "1", cwd=tmp_path))

@@ -35,14 +35,18 @@ def test_sl_loop_lowers_the_loss_on_gsm8k(working_directory, server):
 
 def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, server):
     questions = load_excerpt().train[:NUM_QUESTIONS]
-    working_directory.write_conversations([working_directory.boxed(question, SUFFIX) for question in questions] * 60)
+    working_directory.write_conversations(
+        [working_directory.make_boxed_prompt(question, SUFFIX) for question in questions] * 60
+    )
     working_directory.write_questions(questions * NUM_RL_STEPS)
     working_directory.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
 
     checkpoint = working_directory.last_checkpoint("sl_loop")
+
     for loss in ("importance_sampling", None):  # None: the default, stable_reinforce
         log = f"rl_loop-{loss}"
         working_directory.start_from(log, checkpoint)
+
         metrics = working_directory.run(
             "rl_loop",
             server.url,
@@ -53,6 +57,7 @@ def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, serve
             *([] if loss is None else [f"loss_fn={loss}"]),
             log=log,
         )
+
         steps = [row for row in metrics if "reward/total" in row]
         assert len(steps) == NUM_RL_STEPS
         assert any(0 < row["reward/total"] < 1 for row in steps), "the checkpoint answers some questions, not all"
@@ -63,12 +68,16 @@ def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, serve
 
 
 def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client_environment, tmp_path):
-    """Two variables and the recipe's own argument are all that trackio needs; the run finds its model by its name."""
+    """Trackio needs only two variables and the recipe's own argument.
+
+    The run finds its model by name.
+    """
     variables = {
         "TRACKIO_SERVER_URL": f"{server.url}/trackio",
         "TRACKIO_WRITE_TOKEN": "tml-local",
         "TRACKIO_DIR": str(tmp_path / "trackio"),
     }
+
     environment = replace(client_environment(COOKBOOK_WITH_TRACKIO), variables=variables)
     place = replace(working_directory, environment=environment)
     place.write_questions(load_excerpt().train[:8])
@@ -78,6 +87,7 @@ def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client
     (run,) = httpx.get(f"{server.url}/api/v1/logged_runs").json()["logged_runs"]
     assert (run["project"], run["name"], run["config"]["lora_rank"]) == ("gsm8k", "first", 32)
     assert run["training_run_id"] is not None
+
     series = httpx.get(f"{server.url}/api/v1/training_runs/{run['training_run_id']}/metrics").json()["logged"]
     assert [point["metrics"]["reward/total"] for point in series] == rewards and len(rewards) == 2
     page = httpx.get(f"{server.url}/training_runs/{run['training_run_id']}").text
@@ -88,7 +98,7 @@ def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client
 
 
 def test_both_loops_run_with_their_default_model(working_directory, tmp_path):
-    """The name of the model is that of the recipe; the server has a tiny model of its architecture."""
+    """The model has the recipe's default name. The server has a tiny model with that architecture."""
     name = "Qwen/Qwen3.5-9B-Base"
     place, model = working_directory, working_directory.root / name
     write_tiny_model(model)  # for its tokenizer
@@ -98,6 +108,7 @@ def test_both_loops_run_with_their_default_model(working_directory, tmp_path):
     place.write_conversations([conversation(row.text, row.answer) for row in rows[:64]])
     place.write_questions(rows[:4])
     flags = ("--base-model", str(model), "--served-model-name", name)
+
     with LiveServer(tmp_path / "server", flags=flags) as server:
         for recipe, arguments in (
             ("sl_loop", ("batch_size=16", "learning_rate=1e-2")),

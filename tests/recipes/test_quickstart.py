@@ -17,24 +17,24 @@ CURVES = ("train_nll", "held_out_nll", "reward", "held_out_reward")
 pytestmark = pytest.mark.slow
 
 
-def quickstart(*arguments, cwd):
+def run_quickstart(*arguments, cwd):
     command = [sys.executable, "-m", "skyrl_tx", "quickstart", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
 
 
-def figures(output, name):
+def parse_figures(output, name):
     found = re.search(rf"^{name} +([\d.]+) -> ([\d.]+)", output, re.MULTILINE)
     assert found, output
     return float(found[1]), float(found[2])
 
 
 def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
-    done = quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    done = run_quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    before, after = figures(done.stdout, "Held-out loss")
+    before, after = parse_figures(done.stdout, "Held-out loss")
     assert before > 6.5 and after < 4.0
-    assert all(0 <= value <= 1 for value in figures(done.stdout, "Held-out reward"))
+    assert all(0 <= value <= 1 for value in parse_figures(done.stdout, "Held-out reward"))
     assert re.search(r"^Checkpoints tinker://\S+/weights/quickstart ", done.stdout, re.MULTILINE)
     assert re.search(r"^ +tinker://\S+/sampler_weights/quickstart ", done.stdout, re.MULTILINE)
     assert load_excerpt().held_out[0].text in done.stdout
@@ -42,12 +42,12 @@ def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
 
 
-@pytest.mark.exhaustive  # test_gsm8k_scripts.py trains this family, too
+@pytest.mark.exhaustive  # test_gsm8k_scripts.py also trains this family
 def test_quickstart_trains_qwen3_5(tmp_path):
-    done = quickstart("--architecture", "qwen3_5", "--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    done = run_quickstart("--architecture", "qwen3_5", "--steps", "30", "--rl-steps", "2", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     assert "(Qwen3.5 architecture, random weights" in done.stdout
-    before, after = figures(done.stdout, "Held-out loss")
+    before, after = parse_figures(done.stdout, "Held-out loss")
     assert before > 6.5 and after < 4.0
     config = json.loads((tmp_path / "skyrl-tx-quickstart" / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
@@ -56,19 +56,19 @@ def test_quickstart_trains_qwen3_5(tmp_path):
 def test_the_model_of_another_run_is_not_overwritten(tmp_path):
     weights = write_tiny_model(tmp_path / "skyrl-tx-quickstart" / "model") / "model.safetensors"
     before = weights.read_bytes()
-    done = quickstart("--architecture", "qwen3_5", cwd=tmp_path)
+    done = run_quickstart("--architecture", "qwen3_5", cwd=tmp_path)
     assert done.returncode == 2 and weights.read_bytes() == before
     assert "--output skyrl-tx-quickstart has a run with --architecture qwen3; choose another directory" in done.stderr
 
 
 def test_error_message_names_the_architectures(tmp_path):
-    done = quickstart("--architecture", "gemma", cwd=tmp_path)
+    done = run_quickstart("--architecture", "gemma", cwd=tmp_path)
     assert done.returncode == 2
     assert "--architecture 'gemma': Input should be 'qwen3' or 'qwen3_5'" in done.stderr
 
 
 def test_quickstart_logs_its_reward_to_its_run(tmp_path):
-    done = quickstart("--steps", "2", "--rl-steps", "1", cwd=tmp_path)
+    done = run_quickstart("--steps", "2", "--rl-steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", done.stdout, re.MULTILINE)
     assert link and done.stdout.index(link[0]) < done.stdout.index("Supervised:"), "the link comes first"
@@ -80,6 +80,6 @@ def test_quickstart_logs_its_reward_to_its_run(tmp_path):
 
 
 def test_error_message_names_a_missing_data_file(tmp_path):
-    done = quickstart("--data", "absent.jsonl", cwd=tmp_path)
+    done = run_quickstart("--data", "absent.jsonl", cwd=tmp_path)
     assert done.returncode == 2
     assert "absent.jsonl" in done.stderr and "Traceback" not in done.stderr

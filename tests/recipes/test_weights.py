@@ -1,4 +1,4 @@
-"""Models that the cookbook builds from downloaded checkpoints give the logprobs of the server."""
+"""Models that the cookbook builds from downloaded checkpoints have the server's logprobs."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,8 @@ NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
 
 
-# With tied embeddings the cookbook adapts the input embedding too; that case trains no unembedding.
+# With tied embeddings, the cookbook also adapts the input embedding, so that case trains no
+# unembedding.
 @pytest.mark.parametrize(
     ("architecture", "tied", "saves"),
     [
@@ -73,10 +74,12 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
         for _ in range(2):
             client.forward_backward([datum], "cross_entropy")
             client.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+
         folders: dict[str, Path] = {}
         for save in saves:
             folders[getattr(client, save)("trained").result().path] = tmp_path / save
             (tmp_path / save).mkdir()
+
         sampler = client.save_weights_and_get_sampling_client().result()
         server = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()[1:]
         script = Path(__file__).parent / "use_weights.py"
@@ -85,6 +88,7 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
             script, model, ",".join(map(str, TOKENS)), *chain(*folders.items())
         )
         left = tinker.RestClient(base_url=url).list_user_checkpoints().result().checkpoints
+
     assert sorted(checkpoint.tinker_path for checkpoint in left) == sorted(folders)
     for folder in folders.values():
         output = json.loads((folder / "output.json").read_text())
@@ -97,7 +101,7 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
 
 
 def assert_equal_factors(model: Path, folder: Path) -> None:
-    """Check that the cookbook's adapter for PEFT is ours, with the maps of `in_proj` as one."""
+    """Check that the cookbook's PEFT adapter equals ours, with the maps of `in_proj` as one module."""
     config = NEMOTRON_H.config_from_hf(json.loads((model / "config.json").read_text()))
     fused = make_adapter_format(config, NEMOTRON_H.weights, NAME).fused
     ours, theirs = read_adapter(folder / "adapter").to_layout("peft", fused), read_adapter(folder / "lora")
@@ -109,15 +113,18 @@ def assert_equal_factors(model: Path, folder: Path) -> None:
 
 
 def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, client_environment) -> None:
-    """The stacked layout and one module per expert merge alike; its serving adapter is our `peft` format."""
+    """The stacked layout and one module per expert merge to the same weights.
+
+    The serving adapter has our `peft` format.
+    """
     generator = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
         return generator.normal(size=shape).astype(np.float32)
 
     base, source, folder, ours = (tmp_path / name for name in ("base", "source", "folder", "ours"))
-    for each in (base, source, folder, ours):
-        each.mkdir()
+    for directory in (base, source, folder, ours):
+        directory.mkdir()
     experts = {
         f"model.layers.0.mlp.experts.{index}.{leaf}": shape
         for index in range(4)
@@ -125,6 +132,7 @@ def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, clien
     }
     head = {"model.embed_tokens.weight": random(64, 16), "lm_head.weight": random(64, 16)}
     (base / "config.json").write_text(json.dumps(EXPERT_CONFIG))
+
     save_file(head | {f"{name}.weight": random(*shape) for name, shape in experts.items()}, base / "model.safetensors")
     factors = {name: (random(2, shape[1]), random(shape[0], 2)) for name, shape in experts.items()}
     factors["lm_head"] = random(2, 16), random(64, 2)
@@ -133,8 +141,9 @@ def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, clien
     script = Path(__file__).parent / "build_experts.py"
     client_environment(COOKBOOK).run(script, base, source, folder)
     merge_adapter(base, DENSE_WEIGHTS, adapter, ours)
-    theirs, mine = (load_file(each / "model.safetensors") for each in (folder / "merged", ours))
+    theirs, mine = (load_file(directory / "model.safetensors") for directory in (folder / "merged", ours))
     assert theirs.keys() == mine.keys()
+
     for name, array in mine.items():
         np.testing.assert_allclose(array, theirs[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert read_adapter(folder / "lora").factors.keys() == adapter.to_layout("peft").factors.keys()

@@ -1,4 +1,4 @@
-"""Checks the prose of the repository: banned words, docstring openings, Markdown table cells and links.
+"""Check docstring openings, Markdown table cells and links. `style.py` counts constructions and names.
 
 Run as `python tests/repo/prose.py [PATH ...]`; without a path it checks the whole tree.
 The exit status is 1 if there is a finding.
@@ -20,81 +20,15 @@ SUFFIXES = frozenset({".py", ".md", ".toml", ".yml", ".yaml", ".mako", ".sh", ""
 SKIPPED_FILES = re.compile(r"_pb2\.py$|(^|/)tests/repo/(test_)?prose\.py$|(^|/)(LICENSE|py\.typed|__pycache__/)")
 """Generated files, licences, and this checker with its test."""
 
-BANNED = {
-    "anew": "again",
-    "begun": "started",
-    "bell": "notifier",
-    "bells": "notifiers",
-    "beside": "next to, in addition to",
-    "canonical": "batch-invariant",
-    "come to be": "become",
-    "company": "other requests",
-    "cord": "peer address",
-    "doorbell": "notifier",
-    "for ever": "permanently",
-    "give back": "release",
-    "given back": "released",
-    "gives back": "releases",
-    "hole": "sequence gap",
-    "holes": "sequence gaps",
-    "house": "server, stack",
-    "in words": "with an error message",
-    "is to come": "follows, is pending",
-    "lane": "queue",
-    "lanes": "queues",
-    "lender": "delegated access",
-    "lenders": "delegated access",
-    "mend": "fix",
-    "mended": "fixed",
-    "mends": "fixes",
-    "nobody": "no one, or name the actor",
-    "owed": "expected, guaranteed",
-    "owes": "guarantees",
-    "set aside": "preempted",
-    "slab": "micro-batch plan",
-    "slabs": "micro-batch plans",
-    "so many": "a number",
-    "spared": "cached",
-    "suspect": "quarantined request",
-    "suspects": "quarantined requests",
-    "told": "reported, set, notified",
-    "under way": "running, in progress",
-    "unnamed sampler": "ephemeral sampler",
-    "unnamed samplers": "ephemeral samplers",
-    "who waits": "a waiting client",
-    "whoever": "name the actor",
-}
-"""Words of earlier versions, each with the standard term that replaced it, see docs/glossary.md."""
-
-ALLOWED = {
-    "CHANGELOG.md": ("--hole-wait-s",),
-    "tests/recipes/conftest.py": ("Where is the house?",),
-    "tests/support/postgresql_server.py": ('"nobody"', "`nobody`"),
-}
-"""Names and quotations of third parties: path from the root to the texts in it that are not checked."""
-
 DOCSTRING_OPENINGS = re.compile(r"(What|Who|Whom|Whose|Where|Of|That)\b")
-"""First words that make a clause, rather than a thing or an action, the subject of a docstring."""
+"""First words that would make a clause the subject of a docstring, instead of a thing or an action."""
 
 MOST_CELL_CHARACTERS = 160
 
-_BANNED_PATTERN = re.compile(
-    rf"(?<![A-Za-z0-9])({'|'.join(word.replace(' ', '[ _]') for word in BANNED)})(?![A-Za-z0-9])", re.IGNORECASE
-)
 _LINK_TARGET = re.compile(r"\]\([^)]*\)")
 
 
-def banned_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
-    """Yield line number and message of each banned word; words in snake_case identifiers count."""
-    for quotation in allowed:
-        text = text.replace(quotation, re.sub(r"\S", ".", quotation))
-    for number, line in enumerate(text.splitlines(), 1):
-        for match in _BANNED_PATTERN.finditer(line):
-            word = match[1].lower().replace("_", " ")
-            yield number, f"{word!r}: use {BANNED[word]!r}"
-
-
-def long_cells(text: str) -> Iterator[tuple[int, str]]:
+def find_long_cells(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each Markdown table cell that is too long; link targets do not count."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -106,7 +40,7 @@ def long_cells(text: str) -> Iterator[tuple[int, str]]:
             yield number, f"table cell of {longest} characters, at most {MOST_CELL_CHARACTERS}"
 
 
-def broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
+def find_broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each relative Markdown link from `directory` whose file does not exist."""
     for number, line in enumerate(text.splitlines(), 1):
         for target in re.findall(r"\]\(([^)#?\s]+)[^)]*\)", line):
@@ -114,7 +48,7 @@ def broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
                 yield number, f"link to {target}, which does not exist"
 
 
-def docstrings(text: str) -> Iterator[tuple[int, str]]:
+def check_docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each docstring, attribute docstrings included, with a poor first line."""
     for node in ast.walk(ast.parse(text)):
         for statement in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
@@ -132,20 +66,20 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, "first line of a docstring is not a sentence that ends with a period"
 
 
-def findings(path: Path) -> Iterator[str]:
+def check_file(path: Path) -> Iterator[str]:
     """Yield each finding of one file as PATH:LINE: MESSAGE."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
-    found = list(banned_words(text, ALLOWED.get(name, ())))
+    found: list[tuple[int, str]] = []
     if path.suffix == ".md":
-        found += [*long_cells(text), *broken_links(text, path.parent)]
+        found += [*find_long_cells(text), *find_broken_links(text, path.parent)]
     if path.suffix == ".py":
-        found += docstrings(text)
+        found += check_docstrings(text)
     for number, message in sorted(found):
         yield f"{name}:{number}: {message}"
 
 
-def files(paths: list[Path]) -> Iterator[Path]:
+def list_files(paths: list[Path]) -> Iterator[Path]:
     """Yield the files to check in `paths`, directories recursively."""
     for path in paths:
         candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -158,7 +92,7 @@ def files(paths: list[Path]) -> Iterator[Path]:
 def main(arguments: list[str]) -> int:
     """Print all findings; return 1 if there is one."""
     paths = [Path(argument).resolve() for argument in arguments] or [ROOT / name for name in TREE]
-    lines = [line for file in files([path for path in paths if path.exists()]) for line in findings(file)]
+    lines = [line for file in list_files([path for path in paths if path.exists()]) for line in check_file(file)]
     print(*lines, sep="\n") if lines else print("prose: no findings")
     return 1 if lines else 0
 

@@ -43,7 +43,7 @@ NOT_OURS = frozenset(
         *("transformers", "unembed_tokens", "wandb_name", "XLA_FLAGS"),
     }
 )
-"""Names of other projects, parts of names, and names of files outside of the package."""
+"""Names of other projects, parts of names, and files outside of the package."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,27 @@ class Names:
     """The methods, fields and bases of each class."""
 
     def has(self, dotted: str) -> bool:
-        """Whether `module.function`, `Class.member` or a plain name exists."""
+        """Return whether `module.function`, `Class.member` or a plain name exists."""
         first, *rest = dotted.split(".")
         if first in self.members and rest:
             return any(rest[0] in self.members[name] for name in self.mro(first))
         return all(part in self.all for part in (first, *rest))
 
     def mro(self, name: str) -> Iterator[str]:
-        """Yield a class and its bases of this tree."""
+        """Yield a class and its base classes in this tree."""
         yield name
         for base in self.members[name] & self.members.keys():
             yield from self.mro(base)
 
 
 @cache
-def defined() -> Names:
-    """Read the names of all modules, classes, functions, parameters and variables, and the keys of the product."""
+def read_names() -> Names:
+    """Read the names of all modules, classes, functions, parameters and variables, and the product's string keys."""
     names = Names(set(), {})
+
     for path in (path for source in SOURCES for path in (ROOT / source).rglob("*.py")):
         names.all.update(path.relative_to(ROOT).with_suffix("").parts)
+
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.ClassDef():
@@ -88,6 +90,7 @@ def defined() -> Names:
                                 members.add(child.id)
                             case _:
                                 pass
+                # Functions, variables, attributes and parameters.
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     names.all.add(node.name)
                 case ast.Name(ctx=ast.Store()):
@@ -96,36 +99,38 @@ def defined() -> Names:
                     names.all.add(node.attr)
                 case ast.arg() | ast.keyword():
                     names.all.add(node.arg or "")
+                # String keys of the product.
                 case ast.Constant(value=str() as text) if path.is_relative_to(ROOT / "skyrl_tx"):
                     if re.fullmatch(r"(--)?[a-z_][\w-]*", text):
                         names.all.add(text.removeprefix("--").replace("-", "_"))
                 case _:
                     pass
+
     return names
 
 
-def code_spans(page: Path) -> Iterator[str]:
-    """Yield the inline code of a page; blocks of code are examples."""
+def read_code_spans(page: Path) -> Iterator[str]:
+    """Yield the inline code of a page. Blocks of code are examples."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
 def is_missing(span: str) -> bool:
-    """Whether a piece of inline code is a name of ours and names nothing that exists."""
+    """Return whether a piece of inline code looks like one of our names, but names nothing that exists."""
     if span in NOT_OURS or "…" in span or "<" in span:
         return False
     if span.startswith("--"):
-        return not defined().has(span.removeprefix("--").split(".")[-1].split(" ")[0].replace("-", "_"))
+        return not read_names().has(span.removeprefix("--").split(".")[-1].split(" ")[0].replace("-", "_"))
     if "/" in span and " " not in span and not span.startswith(("/", "tinker:")):
         return not any((ROOT / prefix / span).exists() for prefix in ("", "skyrl_tx"))
     if IDENTIFIER.fullmatch(span):
-        return not defined().has(re.sub(r"\(.*\)", "", span).removesuffix(".py"))
+        return not read_names().has(re.sub(r"\(.*\)", "", span).removesuffix(".py"))
     return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_every_name_exists(page: Path) -> None:
-    assert [span for span in dict.fromkeys(code_spans(page)) if is_missing(span)] == []
+    assert [span for span in dict.fromkeys(read_code_spans(page)) if is_missing(span)] == []
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: its form, its files, and what its server gets."""
+"""deploy/compose.yaml: its format, its files, and the configuration of its server."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from skyrl_tx.launch.settings import check_environment
-from tests.repo.test_dockerfile import arguments_of
+from tests.repo.test_dockerfile import get_arguments
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, read_project
 
@@ -22,10 +22,10 @@ SERVERS = ("server", "server-gpu")
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return content()["services"]
+    return read_compose_file()["services"]
 
 
-def content() -> dict[str, Any]:
+def read_compose_file() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text())
 
 
@@ -41,7 +41,7 @@ def test_it_fits_the_schema(client_environment: Callable[[ClientEnvironment], Pr
 def test_docker_compose_reads_it(client_environment: Callable[[ClientEnvironment], PreparedEnvironment]) -> None:
     profiles = ("gpu", "postgres", "monitoring", "commands")
     project = read_project(client_environment(DEPLOYMENT), ["compose.yaml"], profiles=profiles)
-    assert project["services"].keys() == content()["services"].keys()
+    assert project["services"].keys() == read_compose_file()["services"].keys()
 
 
 def test_profiles(services: dict[str, Any]) -> None:
@@ -68,12 +68,12 @@ def test_our_containers_are_confined_and_keep_their_data(services: dict[str, Any
     service = services[name]
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["tmpfs"] == ["/tmp"]
     mounted = {volume.partition(":")[2] for volume in service["volumes"]}
-    assert mounted == set(arguments_of("VOLUME")[0].split())
+    assert mounted == set(get_arguments("VOLUME")[0].split())
     check_environment(service["environment"])
 
 
 def test_the_health_check_is_that_of_the_image(services: dict[str, Any]) -> None:
-    (check,) = arguments_of("HEALTHCHECK")
+    (check,) = get_arguments("HEALTHCHECK")
     assert services["server"]["healthcheck"]["test"] == ["CMD", *json.loads(check[check.index("CMD ") + 4 :])]
 
 
@@ -84,9 +84,9 @@ def test_ports_are_published_on_loopback(services: dict[str, Any]) -> None:
 
 
 def test_there_are_no_secrets_in_it() -> None:
-    for name, secret in content()["secrets"].items():
+    for name, secret in read_compose_file()["secrets"].items():
         assert not (DEPLOY / secret["file"]).exists(), name
-    for service in content()["services"].values():
+    for service in read_compose_file()["services"].values():
         for name, value in (service.get("environment") or {}).items():
             if re.search("PASSWORD|TOKEN|SECRET|KEY", name):
                 assert value in (None, "${POSTGRES_PASSWORD:-}") or name.endswith("__FILE"), name
@@ -97,9 +97,9 @@ def test_there_are_no_secrets_in_it() -> None:
 
 def test_variables_are_explained() -> None:
     used = set(re.findall(r"\$\{(\w+)", FILE.read_text()))
-    used |= {name for name, value in content()["services"]["server"]["environment"].items() if value is None}
+    used |= {name for name, value in read_compose_file()["services"]["server"]["environment"].items() if value is None}
     described = set(re.findall(r"^#?(\w+)=", (DEPLOY / "compose.env").read_text(), re.MULTILINE))
-    described -= {"COMPOSE_FILE", "MINIO_ROOT_PASSWORD"}  # of compose.engines.yaml
+    described -= {"COMPOSE_FILE", "MINIO_ROOT_PASSWORD"}  # for compose.engines.yaml
     assert described <= used and used - described == {"SKYRL_TX_IMAGE_TAG", "SKYRL_TX_LOG_FORMAT"}
 
 

@@ -1,4 +1,4 @@
-"""deploy/compose.engines.yaml: what Docker Compose makes of it, on top of compose.yaml."""
+"""deploy/compose.engines.yaml on top of compose.yaml, as Docker Compose reads it."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def environment(client_environment: Callable[[ClientEnvironment], PreparedEnviro
 
 @pytest.fixture(scope="module")
 def services(environment: PreparedEnvironment) -> dict[str, Any]:
-    """Give the services of all profiles."""
+    """The services of all profiles."""
     return read_project(environment, FILES, profiles=("gpu", "commands"), variables=PASSWORDS)["services"]
 
 
@@ -73,6 +73,7 @@ def test_our_containers_share_database_and_weights_and_are_confined(
         monkeypatch.setenv(key, value)
     program, *command = service["entrypoint"]
     assert program == "skyrl-tx" and (name == "cli") == (not command)
+
     settings = read_settings((command or ["doctor"])[0], [*command[1:], *(service["command"] or ["--base-model=x"])])
     assert settings.store_url == "postgresql://skyrl@postgres/skyrl_tx" and variables["PGPASSWORD"] == "of-postgres"
     assert settings.artifacts == "s3://skyrl-tx/weights" and variables["AWS_SECRET_ACCESS_KEY"] == "of-minio"
@@ -92,8 +93,9 @@ def test_engines_join_others_and_differ_in_name_and_device_only(services: dict[s
         assert services[name]["stop_grace_period"] == services["server"]["stop_grace_period"] == "1m0s"
         assert services[name]["restart"] == "unless-stopped" and "ports" not in services[name]
     apart = [{k: v for k, v in services[n].items() if k not in ("hostname", "profiles", "deploy")} for n in ENGINES]
-    assert all(each == apart[0] for each in apart)
+    assert all(service == apart[0] for service in apart)
     assert [services[name]["hostname"] for name in ENGINES] == ["engine-1", "engine-2"] * 2
+
     devices = [services[name]["deploy"]["resources"]["reservations"]["devices"] for name in ENGINES[2:]]
     assert [device["device_ids"] for (device,) in devices] == [["0"], ["1"]]
     assert [services[name].get("profiles") for name in ENGINES] == [None, None, ["gpu"], ["gpu"]]

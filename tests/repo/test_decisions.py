@@ -7,20 +7,20 @@ DIRECTORY = Path(__file__).parents[2] / "docs" / "decisions"
 PAGES = {path.name: path.read_text() for path in sorted(DIRECTORY.glob("*.md")) if path.name != "index.md"}
 
 
-def records(page: str) -> list[tuple[str, str]]:
-    """Return title and text of each record of a page."""
+def read_records(page: str) -> list[tuple[str, str]]:
+    """Return the title and the text of each record of a page."""
     sections = re.split(r"^## ", PAGES[page], flags=re.MULTILINE)[1:]
     return [(section.partition("\n")[0], section) for section in sections]
 
 
 def test_the_index_links_every_record() -> None:
     linked = re.findall(r"\[(.+)\]\(([a-z]+\.md)#", (DIRECTORY / "index.md").read_text())
-    assert sorted(linked) == sorted((title, page) for page in PAGES for title, _ in records(page))
+    assert sorted(linked) == sorted((title, page) for page in PAGES for title, _ in read_records(page))
 
 
 def test_each_record_states_context_decision_and_consequences() -> None:
     for page in PAGES:
-        for title, text in records(page):
+        for title, text in read_records(page):
             sections = re.findall(r"^\*\*(\w+)\.\*\*", text, flags=re.MULTILINE)
             assert sections in (
                 ["Context", "Decision", "Consequences"],

@@ -21,7 +21,7 @@ SUFFIXES = frozenset({".py", ".md", ".toml", ".yml", ".yaml", ".tpl", ".txt", ".
 WITH_EXTRAS = re.compile(
     r"""(\{DISTRIBUTION\}|\bskyrl[_-]tx[\w-]*|(?<=['"])\.)\\?\[([a-z][a-z0-9]*(?:,[a-z][a-z0-9]*)*)"""
 )
-"""A name, or the clone, with extras: `.[ray,cuda12]`; in an f-string or a regular expression too."""
+"""A distribution name, or the clone, with extras, for example `.[ray,cuda12]`, also in f-strings and patterns."""
 WITHOUT_EXTRAS = re.compile(r"""pip install [^\n|&;#`]*?(?<=[\s'"])(skyrl[_-]tx[\w-]*)""")
 BUILD_ARGUMENT = re.compile(r"EXTRA=(\w+)")
 
@@ -39,7 +39,7 @@ def read_project(directory: Path = ROOT) -> dict[str, Any]:
 
 
 def read_places() -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each file that may tell someone what to install."""
+    """Yield the path and the text of each file that may tell someone how to install the project."""
     for place in PLACES:
         path = ROOT / place
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -75,9 +75,9 @@ def test_every_mention_is_of_this_distribution_and_its_extras() -> None:
     names = {DISTRIBUTION, "{DISTRIBUTION}", "."}
     assert [found for found in mentions if found.name not in names or not found.extras <= extras] == []
 
-    # The search finds what it should: messages, documents, and the files of a deployment.
-    of_messages = {extra for found in mentions if found.name == "{DISTRIBUTION}" for extra in found.extras}
-    assert of_messages >= {"cuda12", "postgres", "quickstart", "ray", "storage", "tpu", "vllm"}
+    # The search finds the expected mentions in messages, documents and deployment files.
+    message_extras = {extra for found in mentions if found.name == "{DISTRIBUTION}" for extra in found.extras}
+    assert message_extras >= {"cuda12", "postgres", "quickstart", "ray", "storage", "tpu", "vllm"}
     paths = {found.path for found in mentions}
     assert paths >= {"README.md", "CONTRIBUTING.md", "Dockerfile", "deploy/compose.env", "docs/index.md", ".ci/run"}
     assert paths >= {"pyproject.toml", "examples/gsm8k/README.md", "examples/torch_backend/README.md"}
@@ -92,7 +92,7 @@ def test_the_example_backend_and_its_extra_name_each_other() -> None:
 
 
 def test_images_have_the_name_of_the_command() -> None:
-    """The image is built from the clone, and has the name that the chart and the Compose files look for."""
+    """The image is built from the clone and has the name that the chart and the Compose files expect."""
     project, deploy = read_project(), ROOT / "deploy"
     (command,) = project["scripts"]
     built = set(re.findall(r"docker build -t (\S+)", (ROOT / "Dockerfile").read_text()))

@@ -19,31 +19,31 @@ from tests.support.polling import until
 ROOT = Path(__file__).parents[2]
 
 
-def steps() -> list[tuple[str, str]]:
-    """Return all instructions with their arguments, continued lines joined."""
+def read_steps() -> list[tuple[str, str]]:
+    """Return all instructions with their arguments. Continued lines are joined."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
 
 
-def arguments_of(instruction: str) -> list[str]:
-    return [argument for name, argument in steps() if name == instruction]
+def get_arguments(instruction: str) -> list[str]:
+    return [argument for name, argument in read_steps() if name == instruction]
 
 
 def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert arguments_of("USER") == ["skyrl"]
-    assert "/data" in arguments_of("VOLUME")[0].split()
-    for name, value in (variable.split("=", 1) for variable in arguments_of("ENV")):
+    assert get_arguments("USER") == ["skyrl"]
+    assert "/data" in get_arguments("VOLUME")[0].split()
+    for name, value in (variable.split("=", 1) for variable in get_arguments("ENV")):
         monkeypatch.setenv(name, value)
-    program, command, *flags = json.loads(arguments_of("ENTRYPOINT")[-1])
-    settings = read_settings(command, [*flags, *json.loads(arguments_of("CMD")[-1])])
+    program, command, *flags = json.loads(get_arguments("ENTRYPOINT")[-1])
+    settings = read_settings(command, [*flags, *json.loads(get_arguments("CMD")[-1])])
     assert (program, command, settings.host) == ("skyrl-tx", "serve", "0.0.0.0")
     assert settings.data_dir == Path("/data")
 
 
 def test_health_check_succeeds_while_the_api_answers(tmp_path: Path) -> None:
-    """Also while the engine starts, or is gone: a container that runs again would not come up sooner."""
-    (check,) = arguments_of("HEALTHCHECK")
+    """This also holds while the engine starts or is gone, because a restarted container would not be ready sooner."""
+    (check,) = get_arguments("HEALTHCHECK")
     program, *arguments = json.loads(check[check.index("CMD ") + 4 :])
     assert program == "python"
     settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake")
@@ -55,7 +55,7 @@ def test_health_check_succeeds_while_the_api_answers(tmp_path: Path) -> None:
 
 
 def test_values_of_the_build_argument_are_extras() -> None:
-    assert 'EXTRA=""' in arguments_of("ARG")
+    assert 'EXTRA=""' in get_arguments("ARG")
     offered = re.findall(r'"(\w+)"', (ROOT / "Dockerfile").read_text().split('ARG EXTRA=""')[0].splitlines()[-1])
     project = (ROOT / "pyproject.toml").read_text()
     assert "cuda12" in offered
@@ -66,17 +66,19 @@ def test_values_of_the_build_argument_are_extras() -> None:
 def test_install_steps_give_a_working_command(tmp_path: Path) -> None:
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
-    for copied in arguments_of("COPY"):
+    for copied in get_arguments("COPY"):
         *names, _ = shlex.split(copied)
         for name in names:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, source)
+
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     path = f"{environment / 'bin'}:/usr/bin:/bin"
-    installs = [step for step in arguments_of("RUN") if step.startswith("pip ")]
+    installs = [step for step in get_arguments("RUN") if step.startswith("pip ")]
     assert installs
+
     for step in installs:
         subprocess.run(["bash", "-euc", step], cwd=source, env=_environment(path), check=True)
     shown = subprocess.run(

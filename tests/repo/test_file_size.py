@@ -1,11 +1,14 @@
-"""A file is one concept, of about 500 lines at most."""
+"""A file holds one concept, in about 500 lines at most."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 500
 LONGER: dict[str, int] = {}
-"""Reviewed exceptions: path and number of lines. The reason is in the file's docstring."""
+"""Reviewed exceptions: the path and the number of lines.
+
+The docstring of the file gives the reason.
+"""
 
 
 def test_files_have_at_most_500_lines() -> None:

@@ -1,4 +1,4 @@
-"""The Helm chart: its values, and what it renders."""
+"""The Helm chart: its values, and the resources that it renders."""
 
 import json
 import subprocess
@@ -40,11 +40,11 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def values() -> dict[str, Any]:
+def read_values() -> dict[str, Any]:
     return yaml.safe_load((CHART / "values.yaml").read_text())
 
 
-def schema() -> dict[str, Any]:
+def read_schema() -> dict[str, Any]:
     return json.loads((CHART / "values.schema.json").read_text())
 
 
@@ -58,29 +58,29 @@ def helm(environment: PreparedEnvironment, tmp_path_factory: pytest.TempPathFact
     return Helm(environment, tmp_path_factory.mktemp("helm"))
 
 
-def rendered(helm: Helm, given: Sequence[str] = ()) -> Mapping[tuple[str, str], Resource]:
-    """Return the resources by kind and name."""
-    flags = [flag for each in given for flag in ("--set", each)]
+def render(helm: Helm, given: Sequence[str] = ()) -> Mapping[tuple[str, str], Resource]:
+    """Render the chart and return the resources by kind and name."""
+    flags = [flag for value in given for flag in ("--set", value)]
     done = helm.run("template", "prod", CHART, "--namespace", "train", *flags)
     assert done.returncode == 0, done.stderr
-    found = [each for each in yaml.safe_load_all(done.stdout) if each]
-    by_name = {(each["kind"], each["metadata"]["name"]): each for each in found}
+    found = [resource for resource in yaml.safe_load_all(done.stdout) if resource]
+    by_name = {(resource["kind"], resource["metadata"]["name"]): resource for resource in found}
     assert len(by_name) == len(found)
     return by_name
 
 
-def pods(resources: Mapping[tuple[str, str], Resource]) -> list[Resource]:
+def list_pods(resources: Mapping[tuple[str, str], Resource]) -> list[Resource]:
     found: list[Resource] = []
-    for (kind, _), each in resources.items():
+    for (kind, _), resource in resources.items():
         if kind in ("StatefulSet", "Deployment"):
-            found.append(each["spec"]["template"]["spec"])
+            found.append(resource["spec"]["template"]["spec"])
         elif kind == "LeaderWorkerSet":
-            group = each["spec"]["leaderWorkerTemplate"]
+            group = resource["spec"]["leaderWorkerTemplate"]
             found += [group[name]["spec"] for name in ("leaderTemplate", "workerTemplate")]
     return found
 
 
-def containers(pod: Resource) -> list[Resource]:
+def list_containers(pod: Resource) -> list[Resource]:
     return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
@@ -92,7 +92,7 @@ def test_every_value_has_a_schema_and_the_other_way_round() -> None:
             if isinstance(below, dict) and "properties" in described["properties"][name] and name != "config":
                 compare(below, described["properties"][name], f"{path}.{name}")
 
-    compare(values(), schema(), "values")
+    compare(read_values(), read_schema(), "values")
 
 
 def test_the_chart_is_of_this_release() -> None:
@@ -100,9 +100,9 @@ def test_the_chart_is_of_this_release() -> None:
 
 
 def test_settings_of_the_chart_are_settings_of_the_server(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values()["config"]))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(read_values()["config"]))
     assert read_settings("serve", ["--config", str(tmp_path / "config.yaml")]).log_format == "json"
-    refused = {name for name, each in schema()["properties"]["config"]["properties"].items() if each is False}
+    refused = {name for name, rule in read_schema()["properties"]["config"]["properties"].items() if rule is False}
     assert refused <= set(ServerSettings.model_fields)
 
 
@@ -116,9 +116,9 @@ def test_helm_finds_no_fault(helm: Helm) -> None:
 @CASES
 def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given: tuple[str, ...], tmp_path) -> None:
     checked = 0
-    for (kind, name), resource in rendered(helm, given).items():
+    for (kind, name), resource in render(helm, given).items():
         if kind in ("ServiceMonitor", "PodMonitor", "LeaderWorkerSet"):
-            continue  # not of Kubernetes itself
+            continue  # not part of Kubernetes itself
         file = tmp_path / f"{kind}-{name}.yaml"
         file.write_text(yaml.safe_dump(resource))
         command = [environment.python.with_name("kubernetes-validate"), "--strict", "-k", "1.30", file]
@@ -133,34 +133,37 @@ def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given
 def test_containers_are_confined_and_configured(
     helm: Helm, given: tuple[str, ...], tmp_path: Path, monkeypatch
 ) -> None:
-    resources = rendered(helm, given)
+    resources = render(helm, given)
     config = resources["ConfigMap", "prod-skyrl-tx"]["data"]["config.yaml"]
     (tmp_path / "config.yaml").write_text(config)
-    for pod in pods(resources):
+
+    for pod in list_pods(resources):
         assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] == 60
         assert pod["enableServiceLinks"] is False, "SKYRL_TX_PORT of a Service would be taken for --port"
         volumes = {volume["name"] for volume in pod["volumes"]} | {
             claim["metadata"]["name"]
-            for (kind, _), each in resources.items()
-            if kind == "StatefulSet" and each["spec"]["template"]["spec"] is pod
-            for claim in each["spec"].get("volumeClaimTemplates", ())
+            for (kind, _), resource in resources.items()
+            if kind == "StatefulSet" and resource["spec"]["template"]["spec"] is pod
+            for claim in resource["spec"].get("volumeClaimTemplates", ())
         }
-        for container in containers(pod):
+
+        for container in list_containers(pod):
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-            variables = {each["name"]: each.get("value", "") for each in container["env"]}
+            variables = {variable["name"]: variable.get("value", "") for variable in container["env"]}
             check_environment(variables)
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)
         settings = read_settings("serve", ["--config", str(tmp_path / "config.yaml")])
         assert settings.data_dir == Path("/data/skyrl_tx")
         assert (settings.ssl_certfile is not None) == (given is API)
+
     assert settings.max_request_bytes == 268435456, "no 2.68435456e+08"
 
 
 @pytest.mark.slow
 def test_probes_and_monitoring(helm: Helm) -> None:
-    (pod,) = pods(rendered(helm))
+    (pod,) = list_pods(render(helm))
     (server,) = pod["containers"]
     paths = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {
@@ -169,25 +172,27 @@ def test_probes_and_monitoring(helm: Helm) -> None:
         "readinessProbe": "/api/v1/livez",
     }
     assert server["startupProbe"]["failureThreshold"] * server["startupProbe"]["periodSeconds"] == 3600
-    resources = rendered(helm, API)
+
+    resources = render(helm, API)
     monitor = resources["ServiceMonitor", "prod-skyrl-tx"]["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
     scraped = [
-        each
-        for (kind, _), each in resources.items()
-        if kind == "Service" and wanted <= each["metadata"]["labels"].items()
+        resource
+        for (kind, _), resource in resources.items()
+        if kind == "Service" and wanted <= resource["metadata"]["labels"].items()
     ]
-    assert [each["metadata"]["name"] for each in scraped] == ["prod-skyrl-tx"], "each pod is scraped once"
+    assert [resource["metadata"]["name"] for resource in scraped] == ["prod-skyrl-tx"], "each pod is scraped once"
+
     selector = scraped[0]["spec"]["selector"].items()
     for kind, name in (("StatefulSet", "prod-skyrl-tx"), ("Deployment", "prod-skyrl-tx-api")):
         assert selector <= resources[kind, name]["spec"]["template"]["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["scheme"] == "https"
-    (claim,) = [each for each in pods(resources)[0]["volumes"] if each["name"] == "data"]
+    (claim,) = [volume for volume in list_pods(resources)[0]["volumes"] if volume["name"] == "data"]
     assert claim["persistentVolumeClaim"]["claimName"] == "data-prod-skyrl-tx-0"
 
 
-def flags_of(container: Resource) -> Sequence[str]:
-    """Return the flags of an engine, whose file of settings is not here."""
+def get_flags(container: Resource) -> Sequence[str]:
+    """Return the flags of an engine except its settings file, which does not exist here."""
     program, command, *flags = container["command"]
     assert (program, command) == ("skyrl-tx", "engine")
     return [flag for flag in flags if not flag.startswith("--config=")]
@@ -195,62 +200,69 @@ def flags_of(container: Resource) -> Sequence[str]:
 
 @pytest.mark.slow
 def test_engines_are_pods_of_their_own_that_are_replaced_one_at_a_time(helm: Helm) -> None:
-    resources = rendered(helm, ENGINES)
+    resources = render(helm, ENGINES)
     engines = resources["StatefulSet", "prod-skyrl-tx-engine"]["spec"]
     assert engines["replicas"] == 3 and engines["updateStrategy"] == {"type": "RollingUpdate"}
     (engine,) = engines["template"]["spec"]["containers"]
-    assert read_settings("engine", ["--base-model", "m", *flags_of(engine)]).engines > 1
+    assert read_settings("engine", ["--base-model", "m", *get_flags(engine)]).engines > 1
     assert engine["resources"]["limits"] == {"nvidia.com/gpu": 1}
     assert engine["startupProbe"]["exec"]["command"] == ["skyrl-tx", "status", "--here"], "the next waits for it"
     assert {volume["name"]: volume.get("emptyDir") for volume in engines["template"]["spec"]["volumes"]}["data"] == {}
+
     for kind, name in (("StatefulSet", "prod-skyrl-tx"), ("Deployment", "prod-skyrl-tx-api")):
         pod = resources[kind, name]["spec"]["template"]["spec"]
         assert "nodeSelector" not in pod and "resources" not in pod["containers"][0], "GPUs are for engines"
         assert pod["containers"][0]["command"][:2] == ["skyrl-tx", "api"]
-    monitored = rendered(helm, (*ENGINES, "metrics.serviceMonitor.enabled=true"))
+    monitored = render(helm, (*ENGINES, "metrics.serviceMonitor.enabled=true"))
     (endpoint,) = monitored["ServiceMonitor", "prod-skyrl-tx"]["spec"]["endpoints"]
     assert endpoint["metricRelabelings"][0]["regex"] == "skyrl_tx_engine_up;(api|server)", "no pod has both"
+
     scraped = monitored["StatefulSet", "prod-skyrl-tx-engine"]["spec"]["template"]
     (engine,) = scraped["spec"]["containers"]
     assert engine["ports"] == [{"name": "metrics", "containerPort": 9100}]
-    settings = read_settings("engine", ["--base-model", "m", *flags_of(engine)])
+
+    settings = read_settings("engine", ["--base-model", "m", *get_flags(engine)])
     assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", 9100)
-    of_engines = monitored["PodMonitor", "prod-skyrl-tx-engine"]["spec"]
-    assert of_engines["selector"]["matchLabels"].items() <= scraped["metadata"]["labels"].items()
-    assert of_engines["podMetricsEndpoints"][0]["port"] == "metrics"
+    pod_monitor = monitored["PodMonitor", "prod-skyrl-tx-engine"]["spec"]
+    assert pod_monitor["selector"]["matchLabels"].items() <= scraped["metadata"]["labels"].items()
+    assert pod_monitor["podMetricsEndpoints"][0]["port"] == "metrics"
     labels = engines["template"]["metadata"]["labels"].items()
     assert engines["selector"]["matchLabels"].items() <= labels
-    for (kind, _), each in resources.items():
-        assert kind != "Service" or not each["spec"]["selector"].items() <= labels, "engines serve no HTTP"
+    for (kind, _), resource in resources.items():
+        assert kind != "Service" or not resource["spec"]["selector"].items() <= labels, "engines serve no HTTP"
 
 
 @pytest.mark.slow
 def test_groups_of_hosts_are_engines(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:
-    resources = rendered(helm, HOSTS)
+    resources = render(helm, HOSTS)
     assert ("StatefulSet", "prod-skyrl-tx-engine") not in resources
     groups = resources["LeaderWorkerSet", "prod-skyrl-tx-engine"]["spec"]
     assert groups["replicas"] == 2 and groups["leaderWorkerTemplate"]["size"] == 4
     assert groups["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxUnavailable": 1, "maxSurge": 0}
+
     names = "leaderTemplate", "workerTemplate"
     leader, worker = (groups["leaderWorkerTemplate"][name]["spec"]["containers"][0] for name in names)
     assert "startupProbe" in leader and "startupProbe" not in worker, "only the leader has an engine"
     assert {**leader, "startupProbe": None} == {**worker, "startupProbe": None}
-    (key,) = (each["valueFrom"]["secretKeyRef"] for each in leader["env"] if each["name"] == "SKYRL_TX_HOSTS__KEY")
+    (key,) = (
+        variable["valueFrom"]["secretKeyRef"] for variable in leader["env"] if variable["name"] == "SKYRL_TX_HOSTS__KEY"
+    )
     assert key == {"name": "group", "key": "key"}
+
     monkeypatch.setenv("SKYRL_TX_HOSTS__KEY", "secret")
     given = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "prod-engine-0.prod-engine"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    hosts = read_settings("engine", ["--base-model", "m", *flags_of(worker)]).host_settings
+    hosts = read_settings("engine", ["--base-model", "m", *get_flags(worker)]).host_settings
     assert (hosts.size, hosts.rank, hosts.address) == (4, 3, "prod-engine-0.prod-engine:7700")
     assert hosts.key_bytes == b"secret"
 
 
 @pytest.mark.slow
 def test_secrets_are_made_of_given_values_only(helm: Helm) -> None:
-    assert not any(kind == "Secret" for kind, _ in rendered(helm))
-    assert rendered(helm, API)["Secret", "prod-skyrl-tx"]["stringData"] == {"hub-token": "secret"}
-    assert rendered(helm, GPU)["Secret", "prod-skyrl-tx"]["stringData"] == {"database-url": "postgresql://h/d"}
+    assert not any(kind == "Secret" for kind, _ in render(helm))
+    assert render(helm, API)["Secret", "prod-skyrl-tx"]["stringData"] == {"hub-token": "secret"}
+    assert render(helm, GPU)["Secret", "prod-skyrl-tx"]["stringData"] == {"database-url": "postgresql://h/d"}
 
 
 @pytest.mark.slow
@@ -271,14 +283,14 @@ def test_secrets_are_made_of_given_values_only(helm: Helm) -> None:
     ],
 )
 def test_wrong_values_are_refused(helm: Helm, given: tuple[str, ...], text: str) -> None:
-    done = helm.run("template", "prod", CHART, *(flag for each in given for flag in ("--set", each)))
+    done = helm.run("template", "prod", CHART, *(flag for value in given for flag in ("--set", value)))
     assert done.returncode != 0 and text in done.stderr
 
 
 @pytest.mark.slow
 def test_the_first_key_is_made_once_and_printed_in_no_log(helm: Helm, tmp_path: Path, monkeypatch) -> None:
-    """The command of the container, with a directory instead of the volume."""
-    (pod,) = pods(rendered(helm))
+    """Runs the container's command with a directory instead of the volume."""
+    (pod,) = list_pods(render(helm))
     (container,) = pod["initContainers"]
     shell, options, script, *arguments = container["command"]
     script = script.replace("/data/", f"{tmp_path}/").replace("skyrl-tx ", "python -m skyrl_tx ")
@@ -288,6 +300,7 @@ def test_the_first_key_is_made_once_and_printed_in_no_log(helm: Helm, tmp_path: 
         done = subprocess.run([shell, options, script, *arguments], capture_output=True, text=True, check=True)
         keys.append((tmp_path / "first-key").read_text().strip())
         assert keys[0] not in done.stdout + done.stderr
+
     assert keys[0].startswith("tml-") and keys[0] == keys[1]
     assert (tmp_path / "first-key").stat().st_mode & 0o777 == 0o600
     listed = subprocess.run(["python", "-m", "skyrl_tx", "keys", "list"], capture_output=True, text=True, check=True)

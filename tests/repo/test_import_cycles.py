@@ -1,4 +1,4 @@
-"""No module of the product imports itself by way of others."""
+"""No module of the product imports itself through other modules."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -16,8 +16,9 @@ def read_imports(package: Path) -> dict[str, set[str]]:
         for path in package.rglob("*.py")
     }
     imports: dict[str, set[str]] = {name: set() for name in sources}
+
     for name, source in sources.items():
-        for node in ast.parse(source).body:  # an import within a function is not part of loading
+        for node in ast.parse(source).body:  # an import inside a function is not part of loading
             if isinstance(node, ast.Import):
                 imports[name].update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:

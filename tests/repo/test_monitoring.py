@@ -30,14 +30,14 @@ def build() -> ModuleType:
     return module
 
 
-def promtool(*arguments: str, text: bytes | None = None) -> str:
+def run_promtool(*arguments: str, text: bytes | None = None) -> str:
     done = subprocess.run(["promtool", *arguments], cwd=MONITORING, input=text, capture_output=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
     return done.stdout.decode()
 
 
-def series() -> set[str]:
-    """Return the names of all series that both processes may serve."""
+def list_series() -> set[str]:
+    """Return the names of all series that the API process or the engine may serve."""
     return {
         family.name + suffix
         for registry in (ApiMetrics().registry, EngineMetrics().registry)
@@ -46,7 +46,7 @@ def series() -> set[str]:
     }
 
 
-def expressions() -> list[str]:
+def read_expressions() -> list[str]:
     boards = [json.loads((MONITORING / f"{name}.json").read_text()) for name in ("server", "training", "sampling")]
     rules = json.loads((MONITORING / "alerts.json").read_text())["groups"][0]["rules"]
     targets = [target["expr"] for board in boards for panel in board["panels"] for target in panel["targets"]]
@@ -60,7 +60,7 @@ def test_the_committed_files_are_those_that_the_program_writes(build: ModuleType
 
 
 def test_every_metric_of_a_dashboard_or_a_rule_exists() -> None:
-    known, used = series(), {name for text in expressions() for name in METRIC.findall(text)}
+    known, used = list_series(), {name for text in read_expressions() for name in METRIC.findall(text)}
     assert len(used) > 50 and used <= known, used - known
 
 
@@ -79,7 +79,7 @@ def test_every_alert_has_a_paragraph(build: ModuleType) -> None:
 
 
 def test_every_paragraph_names_a_command_or_a_setting() -> None:
-    """A runbook without one says what is wrong, and not what to do."""
+    """A runbook entry without a command or a setting says what is wrong, but not what to do."""
     guide = (ROOT / "docs" / "guides" / "alerts.md").read_text()
     for paragraph in guide.split("\n## ")[1:]:
         assert re.search(r"`(skyrl-tx |--)", paragraph), paragraph.partition("\n")[0]
@@ -87,16 +87,16 @@ def test_every_paragraph_names_a_command_or_a_setting() -> None:
 
 @needs_promtool
 def test_prometheus_accepts_rules_and_configuration() -> None:
-    assert "12 rules found" in promtool("check", "rules", "alerts.json")
-    promtool("check", "config", "prometheus.yml")
+    assert "12 rules found" in run_promtool("check", "rules", "alerts.json")
+    run_promtool("check", "config", "prometheus.yml")
 
 
 @needs_promtool
 def test_alerts_fire_when_they_should() -> None:
-    promtool("test", "rules", "alerts_test.yml")
+    run_promtool("test", "rules", "alerts_test.yml")
 
 
 @needs_promtool
 def test_names_and_types_of_metrics_follow_the_conventions_of_prometheus() -> None:
-    text = b"".join(render(each.registry, is_openmetrics=False) for each in (ApiMetrics(), EngineMetrics()))
-    promtool("check", "metrics", text=text)
+    text = b"".join(render(metrics.registry, is_openmetrics=False) for metrics in (ApiMetrics(), EngineMetrics()))
+    run_promtool("check", "metrics", text=text)

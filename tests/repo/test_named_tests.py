@@ -1,4 +1,4 @@
-"""The tests that the documents name exist, and so does a test for each published attack."""
+"""The tests that the documents name exist, and each published attack has a test."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ NUMBER = re.compile(r"CVE-\d{4}-\d{4,}")
 
 
 @cache
-def functions(path: str) -> frozenset[str]:
+def list_test_functions(path: str) -> frozenset[str]:
     """Return the names of the test functions of a module."""
     tree = ast.parse((ROOT / path).read_text())
     return frozenset(
@@ -22,7 +22,7 @@ def functions(path: str) -> frozenset[str]:
     )
 
 
-def attacks() -> list[list[str]]:
+def read_attacks() -> list[list[str]]:
     """Return the cells of each row of the table of known attacks: attack, numbers, defence, tests."""
     text = (ROOT / "docs/internals/reliability.md").read_text()
     section = text.partition("\n## Known attacks\n")[2].partition("\n## ")[0]
@@ -34,17 +34,17 @@ def attacks() -> list[list[str]]:
 def test_named_tests_exist(page: Path) -> None:
     for path, name in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
         assert (ROOT / path).is_file(), f"{path} does not exist"
-        assert not name or name in functions(path), f"{path} has no test {name}"
+        assert not name or name in list_test_functions(path), f"{path} has no test {name}"
 
 
 def test_every_attack_has_its_tests() -> None:
-    for attack, numbers, defence, tests in attacks():
+    for attack, numbers, defence, tests in read_attacks():
         named = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", tests)
         assert NUMBER.search(numbers) and defence and len(named) == tests.count("`") // 2 > 0, attack
         for path, name in named:
-            assert name in functions(path or ATTACKS), f"{attack}: there is no test {name}"
+            assert name in list_test_functions(path or ATTACKS), f"{attack}: there is no test {name}"
 
 
 def test_every_number_in_a_test_is_in_the_table() -> None:
-    listed = {number for _, numbers, _, _ in attacks() for number in NUMBER.findall(numbers)}
+    listed = {number for _, numbers, _, _ in read_attacks() for number in NUMBER.findall(numbers)}
     assert set(NUMBER.findall((ROOT / ATTACKS).read_text())) <= listed

@@ -66,6 +66,7 @@ def test_records_of_commits_outside_the_history_say_so() -> None:
     known = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
     if known.stdout.strip() != "false":
         pytest.skip("the history of the repository is not here")
+
     history = subprocess.run([*git, "log", "--format=%h", "--abbrev=7", "HEAD"], capture_output=True, text=True).stdout
     commits = {line[:7] for line in history.split()}
     for name, record in read_records():

@@ -1,4 +1,4 @@
-"""The committed reference pages are those that the generator makes of the code."""
+"""The committed reference pages equal the pages that the generator makes from the code."""
 
 import re
 from pathlib import Path
@@ -19,18 +19,18 @@ PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "python_api.md"
 
 
 @pytest.fixture(scope="module")
-def generated() -> dict[str, str]:
+def pages() -> dict[str, str]:
     return generate()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_committed_page_equals_the_generated_one(generated: dict[str, str], page: str) -> None:
+def test_the_committed_page_equals_the_generated_one(pages: dict[str, str], page: str) -> None:
     committed = (DOCS / "reference" / page).read_text()
-    assert committed == generated[page], f"docs/reference/{page} is out of date: run make reference and commit it"
+    assert committed == pages[page], f"docs/reference/{page} is out of date: run make reference and commit it"
 
 
-def test_the_tests_run_every_program_of_the_cookbook_that_a_page_names(generated: dict[str, str]) -> None:
-    named = set(re.findall(r"python -m tinker_cookbook\.([\w.]+)", generated["recipes.md"]))
+def test_the_tests_run_every_program_of_the_cookbook_that_a_page_names(pages: dict[str, str]) -> None:
+    named = set(re.findall(r"python -m tinker_cookbook\.([\w.]+)", pages["recipes.md"]))
     tests = "".join(path.read_text() for path in (DOCS.parent / "tests" / "recipes").glob("test_*.py"))
     assert len(named) > 20
     assert [
@@ -38,8 +38,8 @@ def test_the_tests_run_every_program_of_the_cookbook_that_a_page_names(generated
     ] == []
 
 
-def test_every_page_is_generated(generated: dict[str, str]) -> None:
-    assert sorted(path.name for path in (DOCS / "reference").glob("*.md")) == sorted(generated) == sorted(PAGES)
+def test_every_page_is_generated(pages: dict[str, str]) -> None:
+    assert sorted(path.name for path in (DOCS / "reference").glob("*.md")) == sorted(pages) == sorted(PAGES)
 
 
 def test_the_committed_example_of_a_configuration_equals_the_generated_one() -> None:
@@ -53,7 +53,7 @@ def test_the_example_sets_the_model_only() -> None:
 
 
 def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -> None:
-    """Without its signs of comments the file sets everything, and changes nothing."""
+    """With all settings uncommented, the file sets everything and changes nothing."""
     text = re.sub(r"^( *)#(\w)", r"\1\2", example_config.PATH.read_text(), flags=re.MULTILINE)
     file = tmp_path / "config.yaml"
     file.write_text(text)
@@ -64,6 +64,7 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     }
     known -= set(list_short_flags())
     assert set(content) == known and set(content["backend_config"]) == set(JaxFlags.model_fields)
+
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])
     depends = {"config", "data_dir", "backend_config"}

@@ -15,12 +15,12 @@ LIMIT = 35
 REQUESTS = 6
 IDLE_S = 2.0
 SETTLE_S = 1.2
-"""Time for the work that follows a result, which is not on the next request's path.
+"""Time for the work that follows a result and is not part of the next request's path.
 
-After it the API reads the caller's key again, which it does at most once a second.
+Afterwards the API reads the caller's key again, which it does at most once a second.
 """
 LOOPS = {f"skyrl_tx.{name}" for name in ("engine.engine", "store.database", "store.sqlite", "store.writer")}
-"""Modules that an idle server executes too, and a request passes."""
+"""Modules that both an idle server and a request execute."""
 TOKENS = list(range(1, 33))
 DATUM = {
     "model_input": {"chunks": [{"type": "encoded_text", "tokens": TOKENS[:-1]}]},
@@ -32,7 +32,7 @@ DATUM = {
 
 
 class CallRecorder:
-    """Records the functions of `skyrl_tx` that are called, on all threads, until a pass is dispatched."""
+    """Records the functions of `skyrl_tx` that are called on all threads, until a pass is dispatched."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, CodeType]] = set()
@@ -48,7 +48,7 @@ class CallRecorder:
                 self.functions.add((name, frame.f_code))
 
     def start(self) -> set[tuple[str, CodeType]]:
-        """Start with an empty set, and return it."""
+        """Start with an empty set and return it."""
         self.functions = set()
         self.dispatched.clear()
         return self.functions
@@ -56,15 +56,17 @@ class CallRecorder:
 
 @pytest.mark.slow
 def test_a_forward_backward_passes_at_most_35_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that an idle server makes do not count, nor calls that only some of several requests cause."""
+    """Calls that an idle server makes do not count, nor calls that only some of the requests cause."""
     recorder = CallRecorder()
     threading.setprofile(recorder)
     paths: list[set[tuple[str, CodeType]]] = []
+
     try:
         with live_stack("jax", tmp_path) as stack:
             backend, server = type(stack.backend), stack.server
-            monkeypatch.setattr(backend, "begin_pass", _dispatching(recorder, backend.begin_pass))
+            monkeypatch.setattr(backend, "begin_pass", _wrap_begin_pass(recorder, backend.begin_pass))
             model_id = server.model()
+
             for seq_id in range(1, REQUESTS + 1):
                 time.sleep(SETTLE_S)
                 paths.append(recorder.start())
@@ -76,12 +78,14 @@ def test_a_forward_backward_passes_at_most_35_modules(tmp_path: Path, monkeypatc
                 )
                 assert recorder.dispatched.wait(60), answer.text
                 assert "loss_fn_outputs" in server.result(answer)
+
             time.sleep(SETTLE_S)
             idle = recorder.start()
             time.sleep(IDLE_S)
             recorder.dispatched.set()
     finally:
         threading.setprofile(None)
+
     functions = set.intersection(*paths[1:]) - idle  # the first request compiles
     path = sorted({module for module, _ in functions} | LOOPS)
     print(*path, sep="\n")
@@ -89,7 +93,7 @@ def test_a_forward_backward_passes_at_most_35_modules(tmp_path: Path, monkeypatc
     assert len(path) <= LIMIT, path
 
 
-def _dispatching(recorder: CallRecorder, begin_pass: Callable[..., Pass]) -> Callable[..., Pass]:
+def _wrap_begin_pass(recorder: CallRecorder, begin_pass: Callable[..., Pass]) -> Callable[..., Pass]:
     def begin(*args: object, **named: object) -> Pass:
         running = begin_pass(*args, **named)
         step = running.step

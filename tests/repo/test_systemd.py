@@ -1,4 +1,4 @@
-"""deploy/skyrl-tx.service, by systemd's own checkers where they are installed."""
+"""deploy/skyrl-tx.service, checked with systemd's own tools if they are installed."""
 
 import re
 import shlex
@@ -17,14 +17,14 @@ PROGRAM = "/opt/skyrl-tx/bin/skyrl-tx"
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 
 
-def values(name: str) -> list[str]:
+def read_values(name: str) -> list[str]:
     """Return all values of a directive."""
     return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
 
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """Write the unit with a program that is on this machine."""
+    """Write the unit with a program that exists on this machine."""
     path = tmp_path / UNIT.name
     path.write_text(UNIT.read_text().replace(PROGRAM, "/bin/true"))
     return path
@@ -51,25 +51,26 @@ def test_its_exposure_is_low(unit: Path) -> None:
 
 
 def test_it_runs_the_server_with_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = dict(value.split("=", 1) for value in values("Environment"))
+    variables = dict(value.split("=", 1) for value in read_values("Environment"))
     check_environment(variables)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (start,) = values("ExecStart")
+    (start,) = read_values("ExecStart")
     program, command, flag, file = shlex.split(start)
     assert (program, command, flag, file) == (PROGRAM, "serve", "--config", "/etc/skyrl-tx.yaml")
+
     (tmp_path / "config.yaml").write_text("base_model: tiny\n")
     settings = read_settings(command, [flag, str(tmp_path / "config.yaml")])
-    assert [str(settings.data_dir)] == [f"/var/lib/{name}" for name in values("StateDirectory")]
-    assert variables["XDG_CACHE_HOME"] == f"/var/cache/{values('CacheDirectory')[0]}"
+    assert [str(settings.data_dir)] == [f"/var/lib/{name}" for name in read_values("StateDirectory")]
+    assert variables["XDG_CACHE_HOME"] == f"/var/cache/{read_values('CacheDirectory')[0]}"
     assert str(settings.backend_config.compile_cache_dir).startswith("/var/cache/skyrl_tx/")  # type: ignore[attr-defined]
 
 
 def test_it_stops_in_order_and_has_enough_files() -> None:
-    assert values("KillMode") == ["mixed"] and values("LimitNOFILE") == [str(OPEN_FILES)]
-    assert int(values("TimeoutStopSec")[0]) >= 40 and values("OOMPolicy") == ["continue"]
+    assert read_values("KillMode") == ["mixed"] and read_values("LimitNOFILE") == [str(OPEN_FILES)]
+    assert int(read_values("TimeoutStopSec")[0]) >= 40 and read_values("OOMPolicy") == ["continue"]
 
 
 @pytest.mark.parametrize("name", ["PrivateDevices", "ProtectClock", "DeviceAllow", "MemoryDenyWriteExecute"])
 def test_devices_and_compiled_programs_are_allowed(name: str) -> None:
-    assert values(name) == []
+    assert read_values(name) == []

@@ -1,4 +1,4 @@
-"""The messages on the troubleshooting page are those that the code prints."""
+"""The messages on the troubleshooting page are the messages that the code prints."""
 
 import ast
 import re
@@ -14,11 +14,11 @@ _VALUE = "\x00"
 NOT_OURS = ("unrecognized arguments: ",)
 """Messages of argparse."""
 _SHORTEST = 8
-"""Shorter pieces between two values are not looked for, such as ` has `."""
+"""Pieces between two values that are shorter than this are not searched, for example ` has `."""
 
 
-def messages() -> Iterator[str]:
-    """Yield the messages of the page: the code in the first column of its tables with a `Message` or a `Reason`."""
+def read_messages() -> Iterator[str]:
+    """Yield the messages of the page: inline code in the first column of tables with a `Message` or `Reason` header."""
     is_listed = False
     for line in PAGE.read_text().splitlines():
         if not line.startswith("|"):
@@ -29,8 +29,8 @@ def messages() -> Iterator[str]:
             yield found[1]
 
 
-def texts() -> str:
-    """Return all strings of the product, with `_VALUE` where a value is formatted into them."""
+def read_texts() -> str:
+    """Return all strings of the product. `_VALUE` replaces each formatted value."""
     found: list[str] = []
     for path in (ROOT / "skyrl_tx").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -42,24 +42,26 @@ def texts() -> str:
     return "\n".join(found)
 
 
-TEXTS = texts()
+TEXTS = read_texts()
 
 
-def missing_pieces(message: str) -> list[str]:
-    """Return the pieces of a message, between the values of its text, that no string of the product has."""
+def find_missing_pieces(message: str) -> list[str]:
+    """Return the pieces of a message, between its values, that no string of the product contains."""
     pieces = (piece.strip() for piece in message.split("…"))
     return [piece for piece in pieces if len(piece) >= _SHORTEST and piece not in TEXTS]
 
 
 def test_the_page_lists_messages() -> None:
-    assert len(list(messages())) > 80
+    assert len(list(read_messages())) > 80
 
 
-@pytest.mark.parametrize("message", list(messages()))
+@pytest.mark.parametrize("message", list(read_messages()))
 def test_the_code_prints_the_message(message: str) -> None:
     if not message.startswith(NOT_OURS):
-        assert missing_pieces(message) == [], "no string in skyrl_tx/ has this text: change the page with the message"
+        assert find_missing_pieces(message) == [], (
+            "no string in skyrl_tx/ has this text: change the page with the message"
+        )
 
 
 def test_a_message_that_does_not_exist_is_found() -> None:
-    assert missing_pieces("--host … is reachable by the neighbours") == ["is reachable by the neighbours"]
+    assert find_missing_pieces("--host … is reachable by the neighbours") == ["is reachable by the neighbours"]

@@ -14,6 +14,6 @@ long = base.sample(PROMPT, 1, types.SamplingParams(max_tokens=120, stop=[]))
 future = long.future() if hasattr(long, "future") else long
 base.sample(
     PROMPT, 1, types.SamplingParams(max_tokens=4, stop=[])
-).result()  # when this one is done, the long one is running
+).result()  # when this sample has ended, the long sample is running
 assert future.cancel()
 base.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, stop=[])).result()

@@ -1,7 +1,7 @@
 """A typical client session with the installed release of the SDK: `first_run.py URL`.
 
-It makes the calls of a first training run, then calls that are hard for servers. Prints the results as JSON, for the
-test to check.
+It makes the calls of a first training run, then calls that are hard for servers. Prints the results
+as JSON for the test.
 """
 
 import importlib
@@ -26,7 +26,7 @@ results: dict[str, Any] = {"version": tinker.__version__}
 
 
 class Links(logging.Handler):
-    """Records the address that the SDK logs for its session, as a program that configures logging shows it."""
+    """Records the session address that the SDK logs, as in a program that configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -34,8 +34,11 @@ class Links(logging.Handler):
             results.setdefault("links", []).append(text)
 
 
-def now(value: Any) -> Any:
-    """Return the result of a call; some releases return it directly, others a future."""
+def get_result(value: Any) -> Any:
+    """Return the result of a call.
+
+    Some releases return it directly, other releases return a future.
+    """
     return value.result() if hasattr(value, "result") else value
 
 
@@ -46,17 +49,17 @@ def datum(length: int = 5, **inputs: Any) -> types.Datum:
 
 
 def step(training: Any, data: list[types.Datum] | None = None, loss: str = "cross_entropy") -> dict[str, float]:
-    """Send a pass and an optimizer step, then wait for both; return the metrics of both."""
+    """Send a pass and an optimizer step, wait for both, and return the metrics of both."""
     passed = training.forward_backward(data or [datum()], loss)
     stepped = training.optim_step(ADAM)
     return {**passed.result().metrics, **stepped.result().metrics}
 
 
-def loss_of(training: Any) -> float:
+def get_loss(training: Any) -> float:
     return training.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
 
 
-def failure(work: Any) -> dict[str, str]:
+def get_failure(work: Any) -> dict[str, str]:
     """Return the error of a call that must fail."""
     try:
         work()
@@ -83,7 +86,7 @@ def note_fields() -> None:
 
 
 def train(training: Any) -> None:
-    info = now(training.get_info())
+    info = get_result(training.get_info())
     results["model"] = [info.model_data.model_name, info.lora_rank, info.is_lora]
     results["steps"] = [step(training) for _ in range(3)]
     output = training.forward([datum(), datum(3)], "cross_entropy").result()
@@ -93,35 +96,37 @@ def train(training: Any) -> None:
 def sample_all(service: Any, training: Any) -> None:
     path = training.save_weights_for_sampler("s1").result().path
     results["sampler_path"] = path.partition("/sampler_weights/")[2]
-    sampler = now(service.create_sampling_client(model_path=path))
+    sampler = get_result(service.create_sampling_client(model_path=path))
     results["samples"] = sample(sampler)
     results["logprobs"] = sampler.compute_logprobs(PROMPT).result()
-    ephemeral = now(training.save_weights_and_get_sampling_client())
+    ephemeral = get_result(training.save_weights_and_get_sampling_client())
+
     params = types.SamplingParams(max_tokens=1, seed=5)
     options = {"num_samples": 1, "sampling_params": params, "include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
     topk = ephemeral.sample(PROMPT, **options).result()
     results["topk"] = [topk.prompt_logprobs, topk.topk_prompt_logprobs]
-    both = now(service.create_sampling_client(base_model=BASE_MODEL, model_path=path))
+    both = get_result(service.create_sampling_client(base_model=BASE_MODEL, model_path=path))
     results["again"] = sample(both)
-    base = now(service.create_sampling_client(base_model=BASE_MODEL))
+    base = get_result(service.create_sampling_client(base_model=BASE_MODEL))
     results["base_logprobs"] = base.compute_logprobs(PROMPT).result()
     results["clone"] = sample(pickle.loads(pickle.dumps(sampler)))
 
 
 def save_and_resume(service: Any, training: Any) -> str:
     path = training.save_state("st1", ttl_seconds=3600).result().path
-    at_save = loss_of(training)
+    at_save = get_loss(training)
     step(training)
-    continued = loss_of(training)
+    continued = get_loss(training)
     loads = {"load_state": training.load_state, "load_state_with_optimizer": training.load_state_with_optimizer}
     for name, load in loads.items():
         load(path).result()
-        results[name] = loss_of(training) - at_save
-    weights_only = now(service.create_training_client_from_state(path))
-    results["from_state"] = loss_of(weights_only) - at_save
-    whole = now(service.create_training_client_from_state_with_optimizer(path))
+        results[name] = get_loss(training) - at_save
+
+    weights_only = get_result(service.create_training_client_from_state(path))
+    results["from_state"] = get_loss(weights_only) - at_save
+    whole = get_result(service.create_training_client_from_state_with_optimizer(path))
     step(whole)
-    results["from_state_with_optimizer"] = loss_of(whole) - continued
+    results["from_state_with_optimizer"] = get_loss(whole) - continued
     return path
 
 
@@ -148,21 +153,22 @@ def send_unusual_data(training: Any) -> None:
     wide = datum(5, target_tokens=targets, weights=weights)
     output = training.forward([wide], "cross_entropy").result()
     (row,) = output.loss_fn_outputs
-    results["wide"] = [list(row["logprobs"].shape), output.metrics["loss:sum"] - loss_of(training)]
+    results["wide"] = [list(row["logprobs"].shape), output.metrics["loss:sum"] - get_loss(training)]
 
 
 def cause_errors(training: Any) -> None:
     """Send invalid requests, then a valid one."""
-    bad = datum(weights=np.ones(3, np.float32))  # one per token is required
-    results["bad_data"] = failure(lambda: training.forward_backward([bad], "cross_entropy").result())
-    results["incomplete"] = failure(lambda: training.optim_step(ADAM).result())
+    bad = datum(weights=np.ones(3, np.float32))  # one weight per token is required
+    results["bad_data"] = get_failure(lambda: training.forward_backward([bad], "cross_entropy").result())
+    results["incomplete"] = get_failure(lambda: training.optim_step(ADAM).result())
     many = [bad, *(datum() for _ in range(NUM_MANY))]
-    results["bad_chunk"] = failure(lambda: training.forward_backward(many, "cross_entropy").result())
-    results["incomplete_again"] = failure(lambda: training.optim_step(ADAM).result())
+    results["bad_chunk"] = get_failure(lambda: training.forward_backward(many, "cross_entropy").result())
+    results["incomplete_again"] = get_failure(lambda: training.optim_step(ADAM).result())
     image = types.ImageAssetPointerChunk(location="tinker://nowhere", format="png", expected_tokens=5)
     pointer = types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=datum().loss_fn_inputs)
-    results["image"] = failure(lambda: training.forward_backward([pointer], "cross_entropy").result())
-    try:  # releases that refuse the image themselves leave a sequence gap; with others the gradient is incomplete
+    results["image"] = get_failure(lambda: training.forward_backward([pointer], "cross_entropy").result())
+
+    try:  # a client that refuses the image leaves a sequence gap; otherwise the gradient is incomplete
         training.optim_step(ADAM).result()
     except tinker.RequestFailedError as error:
         results["image_step"] = str(error)
@@ -179,6 +185,7 @@ def manage(service: Any, training: Any, path: str) -> None:
     results["checkpoints"] = sorted(ids)
     mine = {row.tinker_path for row in rest.list_user_checkpoints().result().checkpoints}
     results["user_checkpoints"] = path in mine
+
     info = rest.get_weights_info_by_tinker_path(path).result()
     results["weights_info"] = [info.base_model, info.lora_rank, info.is_lora]
     session_id = training.model_id.partition(":")[0]
@@ -197,8 +204,9 @@ def main(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, user_metadata={"a": "b"})
     (served,) = service.get_server_capabilities().supported_models
     results["served"] = served.model_name
-    training = now(service.create_lora_training_client(BASE_MODEL, rank=8, seed=1))
+    training = get_result(service.create_lora_training_client(BASE_MODEL, rank=8, seed=1))
     train(training)
+
     sample_all(service, training)
     path = save_and_resume(service, training)
     send_unusual_data(training)
@@ -206,7 +214,7 @@ def main(url: str) -> None:
     manage(service, training, path)
     results["session_id"] = training.model_id.partition(":")[0]
     if hasattr(service, "close"):
-        now(service.close("success"))
+        get_result(service.close("success"))
         results["closed"] = True
 
 

@@ -1,7 +1,9 @@
-"""Usage, storage, the audit log and sessions, as one release of the SDK and its command line show them to an admin.
+"""Usage, storage, the audit log and sessions, as one SDK release and its command line show them to an admin.
 
-python team_views.py URL SESSION START END, with TINKER_API_KEY and TINKER_BASE_URL. Prints JSON; what the release
-does not have is left out.
+    python team_views.py URL SESSION START END
+
+Needs TINKER_API_KEY and TINKER_BASE_URL. Prints JSON without the views that the release does not
+have.
 """
 
 import json
@@ -28,7 +30,7 @@ def plain(response: Any) -> dict[str, Any]:
     return response.model_dump(mode="json")
 
 
-def counted(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def count_usage(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Return tokens and checkpoints by owner and kind of work."""
     found: dict[str, Counter[str]] = {}
     for event in events:
@@ -39,16 +41,19 @@ def counted(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {owner: dict(amounts) for owner, amounts in sorted(found.items())}
 
 
-def entries(response: dict[str, Any]) -> list[list[str]]:
-    """Return event and path of each entry; releases before 0.26 have the path apart from the details only."""
+def read_entries(response: dict[str, Any]) -> list[list[str]]:
+    """Return the event and the path of each entry.
+
+    Releases before 0.26 have the path only outside of the details.
+    """
     return sorted([entry["event"], entry["tinker_path"]] for entry in response["entries"])
 
 
-def stored(response: dict[str, Any]) -> list[int]:
+def count_checkpoints(response: dict[str, Any]) -> list[int]:
     return sorted(row["checkpoint_count"] for row in response["data"])
 
 
-def command(*arguments: str) -> str:
+def run_command(*arguments: str) -> str:
     shown = CliRunner().invoke(main_cli, list(arguments))
     assert shown.exit_code == 0, (arguments, shown.output, shown.exception)
     return shown.stdout
@@ -66,26 +71,30 @@ def main(url: str, session: str, start: str, end: str) -> dict[str, Any]:
     rest = tinker.ServiceClient(base_url=url).create_rest_client()
     admin = tinker.AdminClient(base_url=url) if hasattr(tinker, "AdminClient") else rest
     if hasattr(admin, "get_audit_log"):
-        found["audit"] = entries(plain(admin.get_audit_log(event_type="checkpoints").result()))
+        found["audit"] = read_entries(plain(admin.get_audit_log(event_type="checkpoints").result()))
     if hasattr(admin, "get_billing_usage"):
         window = datetime.fromisoformat(start), datetime.fromisoformat(end)
-        found["usage"] = counted(plain(admin.get_billing_usage(*window).result())["data"])
+        found["usage"] = count_usage(plain(admin.get_billing_usage(*window).result())["data"])
+
     if hasattr(admin, "get_current_checkpoint_storage_usage"):
-        found["storage"] = stored(plain(admin.get_current_checkpoint_storage_usage().result()))
+        found["storage"] = count_checkpoints(plain(admin.get_current_checkpoint_storage_usage().result()))
     if hasattr(rest, "assign_session_project"):
         rest.assign_session_project(session, "math").result()
     if hasattr(rest, "search_sessions"):
         owner = {"type": "accessible"}
         wanted = tinker.types.SessionSearchRequest.model_validate({"project_ids": ["math"], "owner": owner})
         sessions = plain(rest.search_sessions(wanted).result())["sessions"]
-        found["search"] = [each["session_id"] for each in sessions]
+        found["search"] = [summary["session_id"] for summary in sessions]
+
     if has_command(*COMMANDS["usage_command"]):
-        shown = command("--format", "json", "billing", "usage", start, end)
-        found["usage_command"] = counted(json.loads(shown)["data"])
+        shown = run_command("--format", "json", "billing", "usage", start, end)
+        found["usage_command"] = count_usage(json.loads(shown)["data"])
     if has_command(*COMMANDS["storage_command"]):
-        found["storage_command"] = stored(json.loads(command("--format", "json", "billing", "checkpoint-storage")))
+        found["storage_command"] = count_checkpoints(
+            json.loads(run_command("--format", "json", "billing", "checkpoint-storage"))
+        )
     if has_command(*COMMANDS["trace_command"]):
-        found["trace_command"] = command("session", "export-trace", session, "--url-only").strip()
+        found["trace_command"] = run_command("session", "export-trace", session, "--url-only").strip()
     return found
 
 

@@ -24,6 +24,7 @@ def test_old_sdk_downloads_an_archive(version: str, tmp_path: Path, client_envir
             "TINKER_TELEMETRY": "0",
             "HOME": str(tmp_path),
         }
+
         environment = replace(client_environment(SDKS[version]), variables=variables)
         for kind in ("weights", "sampler_weights"):
             out = tmp_path / kind

@@ -1,4 +1,4 @@
-"""Eight releases of the SDK make the same run against one server and get the same results, each in its own protocol."""
+"""Eight SDK releases make the same run against one server and get the same results, each with its own protocol."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ LARGE_RESULT_BYTES = 4096  # less than the longest result of the run
 NUM_CHUNKED = 1100
 CLONE_BLOCK = 10**9
 OK = {HTTPStatus.OK, HTTPStatus.NO_CONTENT}
-# Statuses that replace lost responses, by path and kind of result: all that clients retry.
+# Statuses that replace lost responses, by path and kind of result. Clients retry all of these.
 LOST_RESPONSES = {
     ("create_session", None): [503],
     ("create_model", None): [500, 503],
@@ -72,11 +72,11 @@ class Run:
     calls: list[Call]
 
     def to(self, path: str) -> list[Call]:
-        """The calls of one path, in the order of their responses."""
+        """Return the calls of one path, in the order of their responses."""
         return [call for call in self.calls if call.path == path]
 
     def json(self, path: str) -> list[dict[str, Any]]:
-        """The JSON bodies of the calls of one path."""
+        """Return the JSON bodies of the calls of one path."""
         return [json.loads(call.body) for call in self.to(path) if call.headers["content-type"] != PROTOBUF]
 
 
@@ -97,7 +97,7 @@ def slow_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
 def run(
     stack: LiveStack, client_environment: Callable[[ClientEnvironment], PreparedEnvironment]
 ) -> Callable[[str], Run]:
-    """Give the run of a release, made once."""
+    """A function that returns the run of a release. Each run is made once."""
     runs: dict[str, Run] = {}
 
     def get(version: str) -> Run:
@@ -115,9 +115,9 @@ def first_run(stack: LiveStack, environment: PreparedEnvironment) -> Run:
 
 
 def model_and_seq_id(call: Call) -> tuple[str | None, int]:
-    """Return model id and sequence number of a call."""
+    """Return the model id and the sequence number of a call."""
     if call.headers["content-type"] == PROTOBUF:
-        return proto(call).model_id, proto(call).seq_id
+        return parse_proto(call).model_id, parse_proto(call).seq_id
     body = json.loads(call.body or b"{}")
     return body.get("model_id"), body.get("seq_id") or 1
 
@@ -129,16 +129,16 @@ def test_lost_responses_change_no_result(
     client_environment: Callable[[ClientEnvironment], PreparedEnvironment],
     version: str,
 ) -> None:
-    """The client sends a request again if its response is lost; the server executes it once."""
+    """If a response is lost, the client sends the request again. The server executes it once."""
     for (path, kind), statuses in LOST_RESPONSES.items():
         stack.recorder.replace_responses(path, list(map(HTTPStatus, statuses)), kind)
     disturbed = first_run(stack, client_environment(SDKS[version]))
     lost = sorted(call.status for call in disturbed.calls if call.status not in OK)
     assert lost == sorted(status for statuses in LOST_RESPONSES.values() for status in statuses)
-    assert numbers(disturbed) == numbers(run(version))
+    assert get_numbers(disturbed) == get_numbers(run(version))
 
 
-def numbers(run: Run) -> dict[str, Any]:
+def get_numbers(run: Run) -> dict[str, Any]:
     """Return the results that must be equal for all releases."""
     return {name: value for name, value in run.results.items() if name not in (*OWN, *ERRORS)}
 
@@ -147,7 +147,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def proto(call: Call) -> wire_pb2.ForwardBackwardRequest:
+def parse_proto(call: Call) -> wire_pb2.ForwardBackwardRequest:
     body = Body(
         raw=call.body,
         content_type=PROTOBUF,
@@ -162,7 +162,7 @@ def test_all_releases_get_the_same_results(run: Callable[[str], Run], version: s
     own = run(version)
     assert own.results["version"] == version
     assert {call.status for call in own.calls} <= OK
-    assert numbers(own) == numbers(run(NEWEST))
+    assert get_numbers(own) == get_numbers(run(NEWEST))
 
 
 def test_results_of_the_newest_release(run: Callable[[str], Run]) -> None:
@@ -173,6 +173,7 @@ def test_results_of_the_newest_release(run: Callable[[str], Run]) -> None:
     assert list(map(len, results["forward"])) == [5, 3]
     assert results["samples"] == results["again"] == results["clone"]
     assert results["logprobs"][0] is None and results["logprobs"] != results["base_logprobs"]
+
     resumed = ("load_state", "load_state_with_optimizer", "from_state", "from_state_with_optimizer")
     assert [results[name] for name in resumed] == [0, 0, 0, 0]
     assert results["shapes"] == [[1 + index % 7] for index in range(NUM_CHUNKED)]
@@ -210,6 +211,7 @@ def test_encoding_and_endpoints_of_each_release(run: Callable[[str], Run], versi
     passes = own.to("forward_backward")
     assert {call.headers["content-type"] == PROTOBUF for call in passes} == {release(version) >= (0, 19)}
     assert {call.headers.get("content-encoding") == "zstd" for call in passes} == {release(version) >= (0, 22, 1)}
+
     results = {call.headers.get("x-tinker-request-type"): call.response_type for call in own.to("retrieve_future")}
     assert (results["Sample"] == PROTOBUF) == (release(version) >= (0, 18, 1))
     assert (results["ForwardBackward"] == PROTOBUF) == (release(version) >= (0, 19))
@@ -219,6 +221,7 @@ def test_encoding_and_endpoints_of_each_release(run: Callable[[str], Run], versi
     assert (adam == {"learning_rate": 0.01}) == (release(version) < (0, 18)), (
         "the oldest release does not send defaults"
     )
+
     chunk = own.json("asample")[0]["prompt"]["chunks"][0]
     assert ("type" in chunk) == (release(version) >= (0, 18))
     # Two of the run's three resumptions create a model; 0.24.1 and later load it in the same request.
@@ -240,14 +243,15 @@ def test_order_of_chunks_of_each_release(run: Callable[[str], Run], version: str
     if release(version) < (0, 19):
         counts = [len(row["forward_backward_input"]["data"]) for row in own.json("forward_backward")]
     else:
-        counts = [len(proto(call).data) for call in own.to("forward_backward")]
+        counts = [len(parse_proto(call).data) for call in own.to("forward_backward")]
+
     chunks = [1024, NUM_CHUNKED - 1024]
     sent = [count for count in counts if count in chunks][:2]
     if release(version) < (0, 18, 2):
         assert sent == chunks
     elif release(version) < (0, 20):  # both are sent concurrently: either may arrive first
         assert sorted(sent) == sorted(chunks)
-    else:  # the first chunk is sent after the response to the others
+    else:  # the first chunk is sent after the response to the other chunks
         assert sent == chunks[::-1]
 
 
@@ -267,12 +271,13 @@ def test_sparse_tensors_and_long_ids_and_large_results(run: Callable[[str], Run]
         tensors = [
             tensor
             for call in own.to("forward_backward")
-            for datum in proto(call).data
+            for datum in parse_proto(call).data
             for tensor in datum.loss_fn_inputs.values()
         ]
         assert sum(tensor.HasField("sparse_csr") for tensor in tensors) >= 2
     elif release(version) >= (0, 18):
         assert b"sparse_crow_indices" in b"".join(call.body for call in own.to("forward"))
+
     longest = max(row["seq_id"] for row in own.json("asample"))
     assert longest >= CLONE_BLOCK
     asked = [row["allow_metadata_only"] for row in own.json("retrieve_future")]

@@ -1,4 +1,4 @@
-"""Every release of the SDK that shows usage, storage, the audit log, sessions and traces shows the same of each."""
+"""All SDK releases that show usage, storage, the audit log, sessions and traces show the same data."""
 
 import json
 import time
@@ -29,7 +29,7 @@ SINCE = {
     "storage_command": (0, 33),
     "search": (0, 36),
 }
-"""The release that first has each view; tests/api/test_parity.py has the endpoints."""
+"""The first release with each view; tests/api/test_parity.py has the endpoints."""
 OWNERS = ("ann", "bob")
 NUM_TOKENS, PROMPT, SAMPLED = 4, [1, 2, 3], 5
 
@@ -57,6 +57,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         model_input=tinker.ModelInput.from_ints(list(range(1, 1 + NUM_TOKENS))),
         loss_fn_inputs={"target_tokens": [2] * NUM_TOKENS, "weights": [1.0] * NUM_TOKENS},  # type: ignore
     )
+
     with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
         admin, session, saved = make_key(stack, "root", "admin"), "", list[str]()
         for owner in OWNERS:
@@ -85,6 +86,7 @@ def test_each_view_of_a_release_is_the_work_that_was_done(
     assert found.pop("version") == version
     release = tuple(map(int, version.split(".")))
     assert found.keys() == {view for view, since in SINCE.items() if release >= since}
+
     if "trace_command" in found:
         assert httpx.get(found.pop("trace_command")).status_code == 200
     usage = {"training": NUM_TOKENS, "sampling_prefill": len(PROMPT), "sampling_sample": SAMPLED, "checkpoint": 1}

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
+def _collect_garbage() -> Iterator[None]:
     """Collect the SDK's open connections here, where their warnings are ignored."""
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""`skyrl-tx serve --engines`: engines die, and are restarted one after the other, while clients train and sample."""
+"""`skyrl-tx serve --engines`: engines die and restart one after another while clients train and sample."""
 
 import os
 import re
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.mark.slow
 def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_path: Path, postgresql_url: str) -> None:
-    """Each engine is stopped with SIGTERM in turn, and one is killed; tenants train all the time."""
+    """Stops each engine in turn, one of them with SIGKILL, while tenants train."""
     with LiveServer(tmp_path / "calm", flags=FAKE) as server:
         calm = [train(server.url, seed) for seed in range(NUM_TENANTS)]
     flags = (*FAKE, "--backend-config.step-delay-s", "0.05", "--database-url", postgresql_url)
@@ -37,6 +37,7 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
         first = [int(pid) for pid in STARTED.findall(server.log)]
         assert len(first) == NUM_ENGINES
         halfway = threading.Event()
+
         with ThreadPoolExecutor(NUM_TENANTS) as clients:
             runs = [
                 clients.submit(train, server.url, seed, lambda step: halfway.set() if step == 2 else None)
@@ -47,6 +48,7 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
                 os.kill(pid, signal.SIGKILL if number == 1 else signal.SIGTERM)
                 server.wait_for(STARTED, times=NUM_ENGINES + number + 1, within_s=120)
             results = [run.result(240) for run in runs]
+
         assert results == calm, server.log
         holders = re.findall(r"engine \d+ has ended: other engines take over its (\d+) models", server.log)
         assert holders, server.log

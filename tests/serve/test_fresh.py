@@ -25,8 +25,8 @@ def logprobs(training: tinker.TrainingClient) -> list[float]:
     return list(training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
 
 
-def failure(url: str, model_id: str) -> str:
-    """Request an optim_step of a model and return the failure."""
+def get_failure(url: str, model_id: str) -> str:
+    """Send an optim_step of a model and return the error."""
     with httpx.Client(base_url=f"{url}/api/v1", timeout=60) as client:
         asked = client.post("/optim_step", json={"model_id": model_id, "adam_params": {}}).json()
         answer = client.post("/retrieve_future", json={"request_id": asked["request_id"]}).json()
@@ -53,5 +53,5 @@ def test_fresh_start_reports_abandoned_models_and_keeps_checkpoints(tmp_path: Pa
 
     with LiveServer(data_dir, flags=(*FAKE, "--fresh")) as server, tinker.ServiceClient(base_url=server.url) as service:
         assert server.wait_for(FRESH).startswith("fresh start: 0 models in training are abandoned; 1 named")
-        assert "was left behind by a start with --fresh" in failure(server.url, model_id)
+        assert "was left behind by a start with --fresh" in get_failure(server.url, model_id)
         assert logprobs(service.create_training_client_from_state(saved).result()) == expected

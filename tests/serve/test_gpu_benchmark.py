@@ -1,4 +1,4 @@
-"""`make gpu-rl` with a tiny model on the CPU, so that it works when a GPU is there."""
+"""`make gpu-rl` with a tiny model on the CPU, so that it works once a GPU is available."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Benchmark:
-    """Runs of the program with the same records."""
+    """Runs of the benchmark program that share their records."""
 
     def __init__(self, directory: Path, peer_python: Path) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class Benchmark:
         )
 
     def run(self, *flags: str) -> str:
-        """Return what a run printed."""
+        """Run the program and return its output."""
         with self.start(*flags) as process:
             printed, _ = process.communicate()
         assert process.returncode == 0
@@ -83,7 +83,7 @@ def test_a_run_measures_all_phases_and_continues_after_an_interruption(benchmark
 
 
 def check_figures(found: dict[str, dict[str, Any]]) -> None:
-    """Check that all figures are there, and that tokens are counted."""
+    """Check that all figures exist and that tokens are counted."""
     shape = SHAPES["tiny"]
     lengths = shape.draw_lengths(1)
     warm_up, timed = found["iterations"]["iterations"]

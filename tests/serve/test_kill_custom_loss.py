@@ -1,4 +1,4 @@
-"""Training with a loss that the server evaluates is bit-equal when the engine is killed, on both databases."""
+"""Training with a custom loss on the server is bit-equal when the engine is killed, on both databases."""
 
 import json
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 GetEnvironment = Callable[[ClientEnvironment], PreparedEnvironment]
 
 
-def trained(server: LiveServer, client_environment: GetEnvironment) -> list[float]:
+def train(server: LiveServer, client_environment: GetEnvironment) -> list[float]:
     done = client_environment(SDKS["0.38.0"]).run(CLIENT, server.url, "clipped_ratio", str(NUM_STEPS))
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -37,11 +37,11 @@ def kill_engines(server: LiveServer) -> None:
         server.wait_for(ENGINE_STARTED, times=number + 1)
 
 
-def trained_with_kills(data_dir: Path, client_environment: GetEnvironment, *flags: str) -> list[float]:
+def train_with_kills(data_dir: Path, client_environment: GetEnvironment, *flags: str) -> list[float]:
     with LiveServer(data_dir, flags=(*FLAGS, *flags), ready_within_s=120.0) as server:
         killer = threading.Thread(target=kill_engines, args=(server,))
         killer.start()
-        found = trained(server, client_environment)
+        found = train(server, client_environment)
         killer.join()
         assert len(ENGINE_STARTED.findall(server.log)) == len(KILL_AT) + 1
     return found
@@ -49,8 +49,8 @@ def trained_with_kills(data_dir: Path, client_environment: GetEnvironment, *flag
 
 def test_kills_change_no_bit(tmp_path: Path, client_environment: GetEnvironment, postgresql: PostgresqlServer) -> None:
     with LiveServer(tmp_path / "calm", flags=FLAGS, ready_within_s=120.0) as server:
-        calm = trained(server, client_environment)
+        calm = train(server, client_environment)
     assert len(set(calm[:NUM_STEPS])) == NUM_STEPS
-    assert trained_with_kills(tmp_path / "sqlite", client_environment) == calm
+    assert train_with_kills(tmp_path / "sqlite", client_environment) == calm
     url = postgresql.new_database()
-    assert trained_with_kills(tmp_path / "postgresql", client_environment, "--database-url", url) == calm
+    assert train_with_kills(tmp_path / "postgresql", client_environment, "--database-url", url) == calm

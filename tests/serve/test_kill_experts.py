@@ -33,9 +33,10 @@ def datum(draw: np.random.Generator) -> types.Datum:
 
 
 def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
-    """Train and sample; return the losses, the gradient norms and the sample's logprobs."""
+    """Train and sample. Returns the losses, the gradient norms and the sample's logprobs."""
     flags = ("--base-model", str(model), "--served-model-name", "experts")
     flags += constants("engine", snapshot_interval_requests=3)
+
     with LiveServer(data_dir, flags=flags, ready_within_s=120.0) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("experts", rank=4, seed=1).result()
@@ -47,6 +48,7 @@ def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
                 server.wait_for(ENGINE_STARTED, times=2)
             stepped = training.optim_step(types.AdamParams(learning_rate=5e-3, weight_decay=0.01))
             numbers += [passed.result().metrics["loss:sum"], stepped.result().metrics["unclipped_grad_l2:mean"]]
+
         sampler = training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=6, stop=[], seed=1)
         prompt = types.ModelInput.from_ints([5, 6, 7])
@@ -54,7 +56,7 @@ def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
         return [*numbers, *(sequence.logprobs or [])]
 
 
-def compiled_under(cache: Path) -> set[str]:
+def list_compiled_programs(cache: Path) -> set[str]:
     """Return the names of all compiled programs, except the broadcasts of a restore."""
     return {program.name for program in cache.rglob("*-cache") if not program.name.startswith("jit_broadcast_in_dim-")}
 
@@ -64,7 +66,7 @@ def compiled_under(cache: Path) -> set[str]:
     [
         "Qwen3_5ForCausalLM",
         pytest.param("NemotronHForCausalLM", marks=pytest.mark.exhaustive),
-        *(  # the backend suite restores models of each
+        *(  # the backend suite restores models of each family
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in (
                 *(
@@ -83,8 +85,8 @@ def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path, a
     num_layers = 4 if architecture.startswith(("Qwen3_5", "Qwen3Next")) else 2  # one cycle of its layers
     model = write_model(tmp_path / "model", architecture, std=0.2, tied_embeddings=False, num_layers=num_layers)
     undisturbed = train(model, tmp_path / "calm", kill=False)
-    compiled = compiled_under(tmp_path / "cache")
+    compiled = list_compiled_programs(tmp_path / "cache")
     assert any("accumulate" in program for program in compiled), "the cache has every compiled program"
     assert train(model, tmp_path / "disturbed", kill=True) == undisturbed
-    assert compiled_under(tmp_path / "cache") == compiled
+    assert list_compiled_programs(tmp_path / "cache") == compiled
     assert len(undisturbed) == 2 * NUM_STEPS + 6 and np.isfinite(undisturbed).all()

@@ -1,4 +1,4 @@
-"""One server on two hosts, processes of this machine: `kill -9` of an engine of either changes no bit."""
+"""One server on two hosts, which are processes on this machine: `kill -9` of either host's engine changes no bit."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.serve.test_kill import KILL_AFTER, served, train
+from tests.serve.test_kill import KILL_AFTER, make_server, train
 from tests.support.free_ports import free_ports
 from tests.support.live_server import LiveServer
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def two_hosts(directory: Path, *flags: str, num_devices: int) -> Iterator[tuple[LiveServer, LiveServer]]:
+def run_two_hosts(directory: Path, *flags: str, num_devices: int) -> Iterator[tuple[LiveServer, LiveServer]]:
     """Start rank 1, then the server on rank 0."""
     variables = f"--xla_force_host_platform_device_count={num_devices}"
     environment = {**os.environ, "XLA_FLAGS": variables, "JAX_PLATFORMS": "cpu", "SKYRL_TX_HOSTS__KEY": "secret"}
@@ -43,8 +43,11 @@ def kill_engine(server: LiveServer) -> None:
 
 
 def train_and_kill(directory: Path, *flags: str, num_devices: int = 1) -> list[float]:
-    """Train on two hosts, kill the engine of each once, and return losses and a sample's logprobs."""
-    with two_hosts(directory, *flags, num_devices=num_devices) as (zero, one):
+    """Train on two hosts and kill the engine of each host once.
+
+    Returns the losses and a sample's logprobs.
+    """
+    with run_two_hosts(directory, *flags, num_devices=num_devices) as (zero, one):
 
         def kill_one_after_the_other(step: int) -> None:
             if step in KILL_AFTER:
@@ -59,14 +62,14 @@ def train_and_kill(directory: Path, *flags: str, num_devices: int = 1) -> list[f
 def test_a_killed_engine_of_either_host_changes_nothing_on_the_fake_backend(tmp_path: Path) -> None:
     fake = ("--backend", "fake", "--backend-config.vocab-size", "2048")
     disturbed = train_and_kill(tmp_path, "--base-model", "tiny", *fake)
-    with served(tmp_path / "alone", *fake) as server:
+    with make_server(tmp_path / "alone", *fake) as server:
         assert train(server.url, lambda _: None) == disturbed
 
 
 def test_hosts_that_are_stopped_together_stop_in_order(tmp_path: Path) -> None:
-    """As the pods of a group are: rank 0 takes its snapshots first."""
+    """The hosts are stopped together, like the pods of a group. Rank 0 takes its snapshots first."""
     fake = ("--base-model", "fake", "--backend", "fake")
-    with two_hosts(tmp_path, *fake, num_devices=1) as (zero, one):
+    with run_two_hosts(tmp_path, *fake, num_devices=1) as (zero, one):
         service = tinker.ServiceClient(base_url=zero.url)
         training = service.create_lora_training_client("fake", rank=4).result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
@@ -82,5 +85,5 @@ def test_a_killed_engine_of_either_host_changes_no_bit(tmp_path: Path, monkeypat
     disturbed = train_and_kill(tmp_path, "--base-model", "tiny", *MESH, num_devices=2)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    with served(tmp_path / "alone", *MESH) as server:
+    with make_server(tmp_path / "alone", *MESH) as server:
         assert train(server.url, lambda _: None) == disturbed

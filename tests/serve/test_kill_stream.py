@@ -39,6 +39,7 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
         whole = client.post(path, json=body).json()
         texts, num_events, is_killed = ["", ""], 0, False
         token_ids: list[list[int]] = [[], []]
+
         with client.stream("POST", path, json={**body, "stream": True}) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -53,7 +54,9 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
                 if num_events >= 10 and not is_killed:  # an event may have text of both samples
                     os.kill(server.engine_pid, signal.SIGKILL)
                     is_killed = True
+
         server.wait_for(ENGINE_STARTED, times=2)
+
     assert num_events > 20, "most of the text came after the kill"
     if path.startswith("/v1"):
         assert texts == [choice["text"] for choice in whole["choices"]]

@@ -1,4 +1,4 @@
-"""A call that does not return, stacks of a running server, and threads that die, on real processes."""
+"""A call that does not return, stack traces of a running server, and threads that die, on real processes."""
 
 import ctypes
 import multiprocessing
@@ -30,7 +30,7 @@ def post(url: str, endpoint: str, **body: object) -> httpx.Response:
     return httpx.post(f"{url}/api/v1/{endpoint}", json=body, timeout=60.0)
 
 
-def result(url: str, answer: httpx.Response) -> dict[str, object]:
+def wait_for_result(url: str, answer: httpx.Response) -> dict[str, object]:
     while (got := post(url, "retrieve_future", request_id=answer.json()["request_id"])).status_code == 408:
         pass
     return got.json()
@@ -40,13 +40,15 @@ def result(url: str, answer: httpx.Response) -> dict[str, object]:
 def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: Path) -> None:
     limits = ("--step-timeout-s", "0.5", *constants("engine", max_attempts=1))
     limits += constants("api", engine_silence_s=0.2, retrieve_hold_s=1)
+
     with LiveServer(tmp_path, flags=(*HANGS, *limits)) as server:
         url = server.url
         session_id = post(url, "create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
         made = post(
             url, "create_model", session_id=session_id, model_seq_id=0, base_model="fake", lora_config={"rank": 8}
         )
-        model_id = result(url, made)["model_id"]
+        model_id = wait_for_result(url, made)["model_id"]
+
         passed = post(
             url,
             "forward_backward",
@@ -54,8 +56,9 @@ def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: P
             seq_id=1,
             forward_backward_input={"data": [DATUM], "loss_fn": "cross_entropy"},
         )
+
         server.wait_for(re.compile(r"(engine exited: forward_backward .* has taken longer than --step-timeout-s)"))
-        failure = result(url, passed)
+        failure = wait_for_result(url, passed)
         assert failure["category"] == "server" and "crashed 1 times while it ran this request alone" in str(
             failure["error"]
         )
@@ -74,6 +77,7 @@ def test_stacks_of_both_processes_are_written_on_request(tmp_path: Path, capsys:
         server.wait_for(re.compile(r"(in _run_once)"))  # the API's event loop
         server.wait_for(re.compile(r"(engine_process\.py\", line \d+, in run_engine)"))
         assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+
     assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 1, (
         "the lock files of the last server are still there"
     )

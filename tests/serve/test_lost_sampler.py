@@ -1,4 +1,4 @@
-"""A server whose samples come from a stub of vLLM, which ends in the middle of a sample and comes back."""
+"""A server that samples from a vLLM stub, which stops in the middle of a sample and comes back."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def stub() -> Iterator[VllmStub]:
         yield stub
 
 
-def wait(is_met: Callable[[], object]) -> None:
+def wait_until(is_met: Callable[[], object]) -> None:
     end = time.monotonic() + 30
     while not is_met():
         assert time.monotonic() < end, "the condition was not met in 30 s"
@@ -44,7 +44,7 @@ def wait(is_met: Callable[[], object]) -> None:
 
 
 class Clients:
-    """A server on a stub, and clients of it."""
+    """A server that uses the stub, and the SDK clients of the server."""
 
     def __init__(self, directory: Path, stub: VllmStub, stack: ExitStack, *flags: str) -> None:
         config = ["--backend-config.vocab-size", "32", "--backend-config.max-context-length", "64"]
@@ -74,23 +74,25 @@ def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(
         [expected] = clients.sampling.sample(PROMPT, 1, PARAMS).result().sequences
         stub.options.is_paused, num_bodies = True, len(stub.bodies)
         running = clients.sampling.sample(PROMPT, 1, PARAMS)
-        wait(lambda: len(stub.bodies) > num_bodies)
+        wait_until(lambda: len(stub.bodies) > num_bodies)
         stub.stop()
-        wait(lambda: clients.health().get("detail", "").startswith(LOST))
+        wait_until(lambda: clients.health().get("detail", "").startswith(LOST))
         assert clients.health()["detail"].endswith("; samples wait")
+
         clients.train()
         stub.options.is_paused = False
         stub.start()
         [found] = running.result().sequences
         assert found.tokens == expected.tokens
-        wait(lambda: clients.health() == {"status": "ok"})
+        wait_until(lambda: clients.health() == {"status": "ok"})
 
 
 @pytest.mark.slow
 def test_an_own_vllm_ends_with_its_engine_and_starts_with_the_next(tmp_path: Path) -> None:
-    """A killed engine leaves no process behind either."""
+    """A killed engine leaves no vLLM process behind."""
     command = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.support.vllm_command"
     flags = [*FLAGS, "--vllm-command", command, "--sampler-config.adapter-dir", str(tmp_path)]
+
     with LiveServer(tmp_path / "data", flags=flags) as server:
         with tinker.ServiceClient(base_url=server.url) as service:
             training = service.create_lora_training_client(base_model="fake", rank=8).result()
@@ -100,11 +102,12 @@ def test_an_own_vllm_ends_with_its_engine_and_starts_with_the_next(tmp_path: Pat
             os.kill(server.engine_pid, signal.SIGKILL)
             second = int(server.wait_for(STARTED, times=2))
             assert second != first
-            wait(lambda: not Path(f"/proc/{first}").exists())
+            wait_until(lambda: not Path(f"/proc/{first}").exists())
             [after] = sampling.sample(PROMPT, 1, PARAMS).result().sequences
             assert after.tokens == before.tokens
         assert server.stop() == 0
-    wait(lambda: not Path(f"/proc/{second}").exists())
+
+    wait_until(lambda: not Path(f"/proc/{second}").exists())
 
 
 @pytest.mark.slow

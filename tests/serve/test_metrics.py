@@ -1,4 +1,4 @@
-"""`/metrics` and the history of a server in two processes, with an engine that works, stands still and is dead."""
+"""`/metrics` and the history of a server in two processes, with a working, a stopped and a dead engine."""
 
 import json
 import os
@@ -29,7 +29,7 @@ DATUM = tinker.Datum(
 
 
 def scrape(url: str) -> tuple[dict[str, float], float]:
-    """Return all series by name and labels, and the seconds that the page took."""
+    """Return all series by name and labels, and the duration of the request in seconds."""
     started = time.monotonic()
     answer = httpx.get(f"{url}/metrics", timeout=10)
     seconds = time.monotonic() - started
@@ -44,9 +44,13 @@ def scrape(url: str) -> tuple[dict[str, float], float]:
 
 
 def test_metrics_of_both_processes(tmp_path: Path) -> None:
-    """Training and sampling are counted; a stopped or dead engine delays the page by less than a second."""
+    """Training and sampling are counted.
+
+    A stopped or dead engine delays the page by less than a second.
+    """
     data_dir = tmp_path / "data"
     flags = ("--base-model", "fake", "--backend", "fake", "--metrics-owners", "--log-format", "json")
+
     with LiveServer(data_dir, flags=(*flags, "--backend-config.sample-slots", "8")) as server:
         served = get_socket_path(data_dir)
         assert stat.S_IMODE(served.stat().st_mode) == 0o600
@@ -69,6 +73,7 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         assert found["skyrl_tx_request_queue_seconds_count{kind=forward_backward}"] == 3
         assert found["skyrl_tx_request_run_seconds_count{kind=sample}"] == 1
         assert found["skyrl_tx_prompt_tokens_total{cached=false}"] == 3
+
         ended = sum(value for name, value in found.items() if name.startswith("skyrl_tx_samples_finished_total"))
         assert ended == 4
         assert 4 <= found["skyrl_tx_generation_tokens_total"] <= 20
@@ -80,7 +85,7 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         assert found["skyrl_tx_engine_process_resident_memory_bytes"] > 1e6
         assert len(found) < 1200
 
-        def measured() -> bool:
+        def has_measurements() -> bool:
             later, _ = scrape(server.url)
             return (
                 later["skyrl_tx_models_resident"] == 1
@@ -89,17 +94,20 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
                 and later["skyrl_tx_micro_batches_total"] == 7
             )
 
-        until(measured, within_s=10)
+        until(has_measurements, within_s=10)
         os.kill(server.engine_pid, signal.SIGSTOP)
+
         try:
             scrapes = [scrape(server.url) for _ in range(3)]
             assert [found["skyrl_tx_engine_up"] for found, _ in scrapes] == [0, 0, 0]
-            assert min(seconds for _, seconds in scrapes) < 1  # the least, because a busy machine adds to each
+            # The minimum, because a busy machine slows single requests.
+            assert min(seconds for _, seconds in scrapes) < 1
             woken = scrapes[-1][0]["skyrl_tx_poll_wakeup_seconds_count"]
             waiting = training.forward([DATUM], "cross_entropy")
             until(lambda: scrape(server.url)[0]["skyrl_tx_polls_waiting"] == 1, within_s=30)
         finally:
             os.kill(server.engine_pid, signal.SIGCONT)
+
         waiting.result()
         assert scrape(server.url)[0]["skyrl_tx_poll_wakeup_seconds_count"] == woken + 1
         first = server.engine_pid
@@ -114,10 +122,11 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         assert all(line["ts"].endswith("Z") and line["level"] and line["message"] for line in lines)
         store = Store.open(data_dir, role="tool")
         try:
-            until(lambda: any("SIGKILL" in each.text for each in store.read(notices.list_newest)), within_s=5)
-            notice = next(each for each in store.read(notices.list_newest) if "SIGKILL" in each.text)
+            until(lambda: any("SIGKILL" in entry.text for entry in store.read(notices.list_newest)), within_s=5)
+            notice = next(entry for entry in store.read(notices.list_newest) if "SIGKILL" in entry.text)
             assert (notice.process, notice.level) == ("supervisor", "warning")
             until(lambda: (row := store.read(engine_state.get)) is not None and row.meters is not None, within_s=10)
         finally:
             store.close()
+
     assert not get_socket_path(data_dir).exists()

@@ -1,4 +1,4 @@
-"""A server whose weights are in a store of the S3 protocol: killed while it saves, and moved to an empty disk."""
+"""A server with weights in an S3 store: killed while it saves, and moved to an empty disk."""
 
 import os
 import shutil
@@ -42,8 +42,9 @@ def datum(step: int) -> types.Datum:
 
 
 def train(url: str, after_step: Callable[[int], None] = lambda step: None) -> list[object]:
-    """Train with saves, sample and download; return the losses, the tokens and the bytes."""
+    """Train with saves, sample and download. Returns the losses, the tokens and the bytes."""
     seen: list[object] = []
+
     with tinker.ServiceClient(base_url=url) as service:
         training = service.create_lora_training_client("fake", rank=8, seed=1).result()
         for step in range(NUM_STEPS):
@@ -53,6 +54,7 @@ def train(url: str, after_step: Callable[[int], None] = lambda step: None) -> li
             saving = training.save_state(f"step-{step}")
             after_step(step)
             saved = saving.result().path
+
         copy = service.create_training_client_from_state_with_optimizer(saved).result()
         seen.append(copy.forward([datum(0)], "cross_entropy").result().metrics["loss:sum"])
         sampler = training.save_weights_and_get_sampling_client().result()
@@ -67,21 +69,25 @@ def train(url: str, after_step: Callable[[int], None] = lambda step: None) -> li
         archive = external.replace("tinker://", f"{url}/api/v1/training_runs/", 1)
         archive = archive.replace("/external_weights/", "/checkpoints/external_weights/") + "/archive"
         seen.append(len(httpx.get(archive, follow_redirects=True).raise_for_status().content))
+
     return seen
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Return what a run with its weights in the data directory gives."""
+def calm_results(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The results of a run with weights in the data directory."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return train(server.url)
 
 
 @pytest.mark.parametrize("point", ["artifact.uploading:5", "artifact.uploaded:3", "artifact.committed:3"])
 def test_kills_during_saves_and_an_empty_disk_change_no_bit(
-    tmp_path: Path, store: S3Server, undisturbed: list[object], point: str
+    tmp_path: Path, store: S3Server, calm_results: list[object], point: str
 ) -> None:
-    """Every engine is killed at one of its uploads. In the middle all processes are, and the copies of weights go."""
+    """Every engine is killed at one of its uploads.
+
+    Halfway, all processes are killed and the cached weights are deleted.
+    """
     data_dir = tmp_path / "data"
     environment = {**os.environ, **variables(store.url)}
     flags = (*FAKE, "--artifacts", f"s3://weights/{tmp_path.name}", "--redirect-downloads")
@@ -98,7 +104,7 @@ def test_kills_during_saves_and_an_empty_disk_change_no_bit(
         servers.append(LiveServer(data_dir, port=port, flags=flags, environment=environment))
 
     try:
-        assert train(killed.url, move) == undisturbed
+        assert train(killed.url, move) == calm_results
         assert servers[-1].stop() == 0
         assert not list((data_dir / "artifacts").glob("art-*"))
         assert not [server for server in servers if SECRET_KEY in server.log or "Signature" in server.log]

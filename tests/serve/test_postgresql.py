@@ -1,4 +1,4 @@
-"""`skyrl-tx serve` on PostgreSQL: several APIs, one engine, kills and database outages."""
+"""`skyrl-tx serve` on PostgreSQL: multiple API processes, one engine, kills and database outages."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def datum(seed: int) -> types.Datum:
 
 
 def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
-    """Train; return the losses, and the logprobs of a sample."""
+    """Train and return the losses and the logprobs of a sample."""
     training = tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=seed).result()
     seen: list[float] = []
     for step in range(NUM_STEPS):
@@ -42,6 +42,7 @@ def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: 
         after_step(step)
         stepped.result()
         seen.append(passed.result().metrics["loss:sum"])
+
     sampler = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
     (sequence,) = sampler.sample(types.ModelInput.from_ints([7, 8]), 1, params).result().sequences
@@ -63,13 +64,13 @@ def in_background(work: Callable[[], list[float]]) -> Future[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """Return the numbers of two undisturbed runs on SQLite."""
+def calm_numbers(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """The numbers of two undisturbed runs on SQLite."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return [train(server.url, seed) for seed in (1, 2)]
 
 
-def check_they_are_one(first: LiveServer, second: LiveServer) -> None:
+def check_shared_data(first: LiveServer, second: LiveServer) -> None:
     """Check that both APIs serve the same data, and that a request sent to both runs once."""
 
     def call(url: str, endpoint: str, **body: object) -> dict[str, str]:
@@ -89,7 +90,7 @@ def check_they_are_one(first: LiveServer, second: LiveServer) -> None:
 
 @pytest.mark.slow
 def test_two_apis_with_an_engine_that_is_killed(
-    tmp_path: Path, postgresql_url: str, undisturbed: list[list[float]]
+    tmp_path: Path, postgresql_url: str, calm_numbers: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
     with (
@@ -102,9 +103,9 @@ def test_two_apis_with_an_engine_that_is_killed(
                 os.kill(server.engine_pid, signal.SIGKILL)
 
         runs = [in_background(lambda: train(server.url, 1, kill_once)), in_background(lambda: train(second.url, 2))]
-        assert [run.result(60) for run in runs] == undisturbed
+        assert [run.result(60) for run in runs] == calm_numbers
         server.wait_for(ENGINE_STARTED, times=2)
-        check_they_are_one(server, second)
+        check_shared_data(server, second)
         with pytest.raises(ServerFailed, match="an engine is already running on this database"):
             LiveServer(tmp_path, flags=(*flags, "--fresh"))
         assert second.stop() == server.stop() == 0
@@ -115,7 +116,7 @@ def test_two_apis_with_an_engine_that_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[list[float]]) -> None:
+def test_database_outage_pauses_the_server(tmp_path: Path, calm_numbers: list[list[float]]) -> None:
     with PostgresqlServer() as database:
         flags = (*FAKE, "--database-url", database.new_database())
         with LiveServer(tmp_path, flags=flags) as server:
@@ -128,16 +129,19 @@ def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[lis
             unwell = api.get("healthz")
             assert unwell.status_code == 503, server.log
             assert "it cannot be reached" in unwell.json()["detail"]
+
             waiting = api.post("retrieve_future", json={"request_id": "any"})
             assert waiting.status_code == 408
             assert "it cannot be reached" in waiting.json()["queue_state_reason"]
             assert api.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).status_code == 503
+
             server.wait_for(WAITS_FOR_DATABASE)
             assert not run.done()
             database.start()
-            assert run.result(60) == undisturbed[0]
+            assert run.result(60) == calm_numbers[0]
             server.wait_for(ENGINE_STARTED, times=2)
             assert api.get("healthz").json() == {"status": "ok"}
             api.close()
             assert server.stop() == 0
+
         assert PASSWORD not in server.log

@@ -41,13 +41,13 @@ class SharedServer:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+def common_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     data_dir = tmp_path_factory.mktemp("shared") / "data"
     with LiveServer(data_dir, flags=FAKE) as server:
         yield SharedServer(server, data_dir)
 
 
-def training_client(url: str) -> tinker.TrainingClient:
+def create_training_client(url: str) -> tinker.TrainingClient:
     return tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=1).result()
 
 
@@ -69,9 +69,9 @@ def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_losses(shared: SharedServer) -> list[float]:
-    """Return the losses of an undisturbed run."""
-    losses = list(train(training_client(shared.server.url), range(NUM_STEPS)))
+def calm_losses(common_server: SharedServer) -> list[float]:
+    """The losses of an undisturbed run."""
+    losses = list(train(create_training_client(common_server.server.url), range(NUM_STEPS)))
     assert losses[-1] < losses[0]
     return losses
 
@@ -84,9 +84,10 @@ def is_gone(pid: int) -> bool:
 
 
 def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
-    training = training_client(server.url)
+    training = create_training_client(server.url)
     losses = list(train(training, range(4)))
     assert np.isfinite(losses).all()
+
     sampling = training.save_weights_and_get_sampling_client().result()
     sampled = sampling.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=3)).result()
     assert len(sampled.sequences[0].tokens) == 3
@@ -98,56 +99,65 @@ def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
     assert "ERROR" not in server.log and "Traceback" not in server.log
 
 
-def test_log_starts_with_the_model_and_the_url(shared: SharedServer) -> None:
-    server = shared.server
+def test_log_starts_with_the_model_and_the_url(common_server: SharedServer) -> None:
+    server = common_server.server
     server.wait_for(re.compile(r"(tinker\.ServiceClient)"))
     for output in (
         f"skyrl_tx {__version__}",
         "devices: fake",
         "model: fake, 65,536 parameters",
-        str(shared.data_dir),
+        str(common_server.data_dir),
     ):
         assert output in server.log
+
     code = "\n".join(line.split(" serve ")[1].strip() for line in server.log.splitlines() if "tinker" in line)
     names: dict[str, tinker.ServiceClient] = {}
     exec(code, names)
     assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
 
 
-def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, undisturbed_losses: list[float]) -> None:
-    """The run continues bit-equal, through the client that it began with, and checkpoints keep their expiry."""
+def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, calm_losses: list[float]) -> None:
+    """The run continues bit-equal with the client that started it, and checkpoints keep their expiry."""
     half = NUM_STEPS // 2
+
     with LiveServer(tmp_path, flags=FAKE) as server:
-        training = training_client(server.url)
+        training = create_training_client(server.url)
         losses = list(train(training, range(half)))
         path = training.save_state("ends", ttl_seconds=7200).result().path
         training.save_state("stays").result()
-        before = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
+        before = {
+            checkpoint.tinker_path: checkpoint.expires_at
+            for checkpoint in list_checkpoints(server.url, training.model_id)
+        }
         port = int(server.url.rsplit(":", 1)[1])
         assert server.stop() == 0
+
     with LiveServer(tmp_path, port=port, flags=FAKE) as server:
-        after = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
+        after = {
+            checkpoint.tinker_path: checkpoint.expires_at
+            for checkpoint in list_checkpoints(server.url, training.model_id)
+        }
         assert after == before and after[path] is not None and list(after.values()).count(None) == 1
         service = tinker.ServiceClient(base_url=server.url)
         assert service.create_training_client_from_state(path).result().model_id
         losses += train(training, range(half, NUM_STEPS))
-    assert losses == undisturbed_losses
+    assert losses == calm_losses
 
 
-def checkpoints_of(url: str, model_id: str) -> list[types.Checkpoint]:
+def list_checkpoints(url: str, model_id: str) -> list[types.Checkpoint]:
     rest = tinker.RestClient(base_url=url)
     return rest.list_checkpoints(model_id).result().checkpoints
 
 
-def test_run_continues_bit_equal_after_an_engine_kill(shared: SharedServer, undisturbed_losses: list[float]) -> None:
-    server = shared.server
+def test_run_continues_bit_equal_after_an_engine_kill(common_server: SharedServer, calm_losses: list[float]) -> None:
+    server = common_server.server
     losses: list[float] = []
-    for loss in train(training_client(server.url), range(NUM_STEPS)):
+    for loss in train(create_training_client(server.url), range(NUM_STEPS)):
         losses.append(loss)
         if len(losses) == NUM_STEPS // 2:
             os.kill(server.engine_pid, signal.SIGKILL)
     server.wait_for(ENGINE_STARTED, times=2)
-    assert losses == undisturbed_losses
+    assert losses == calm_losses
     assert server.log.count("connect with") == 1
 
 
@@ -160,8 +170,8 @@ def test_engine_exits_with_its_parent(server: LiveServer) -> None:
 def test_second_signal_exits_at_once(tmp_path: Path) -> None:
     slow = (*FAKE, "--backend-config.step-delay-s", "300")
     with LiveServer(tmp_path, flags=slow) as server:
-        training_client(server.url).forward([datum(0)], "cross_entropy")
-        until(lambda: rows(tmp_path, None, "SELECT 1 FROM requests WHERE attempts > 0"))  # the engine is at it
+        create_training_client(server.url).forward([datum(0)], "cross_entropy")
+        until(lambda: rows(tmp_path, None, "SELECT 1 FROM requests WHERE attempts > 0"))  # the engine has started it
         server.signal(signal.SIGINT)
         server.wait_for(re.compile("(stopping)"))
         server.signal(signal.SIGTERM)
@@ -169,10 +179,10 @@ def test_second_signal_exits_at_once(tmp_path: Path) -> None:
         until(lambda: is_gone(server.engine_pid))
 
 
-def test_second_server_names_the_resource_in_use(shared: SharedServer, tmp_path: Path) -> None:
-    port = shared.server.url.rsplit(":", 1)[1]
+def test_second_server_names_the_resource_in_use(common_server: SharedServer, tmp_path: Path) -> None:
+    port = common_server.server.url.rsplit(":", 1)[1]
     for data_dir, second_port, output in (
-        (shared.data_dir, "0", str(shared.data_dir)),
+        (common_server.data_dir, "0", str(common_server.data_dir)),
         (tmp_path / "other", port, f"127.0.0.1:{port}"),
     ):
         command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, "--data-dir", str(data_dir), "--port", second_port]
@@ -234,7 +244,7 @@ def test_backend_of_another_distribution_serves(tmp_path: Path, third_backend: P
     environment = os.environ | {"PYTHONPATH": str(third_backend)}
     with LiveServer(tmp_path / "data", flags=flags, environment=environment) as server:
         assert "devices: abacus 7" in server.log
-        assert len(list(train(training_client(server.url), range(2)))) == 2
+        assert len(list(train(create_training_client(server.url), range(2)))) == 2
 
 
 def test_model_load_error_is_reported_once(tmp_path: Path, third_backend: Path) -> None:
@@ -255,6 +265,7 @@ def test_jax_backend_serves_the_built_in_model(tmp_path: Path) -> None:
         training = service.create_lora_training_client("tiny", rank=8).result()
         tokenizer = training.get_tokenizer()
         tokens = tokenizer.encode("1 + 1 = 2")
+
         example = types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
@@ -262,6 +273,7 @@ def test_jax_backend_serves_the_built_in_model(tmp_path: Path) -> None:
                 "weights": np.ones(len(tokens) - 1, dtype=np.float32),
             },
         )
+
         losses = []
         for _ in range(3):
             passed = training.forward_backward([example], "cross_entropy")

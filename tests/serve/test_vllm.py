@@ -1,4 +1,4 @@
-"""A server whose samples come from a stub of vLLM, through the SDK: the stub samples with a JAX backend of its own."""
+"""A server that samples from a vLLM stub, with the SDK. The stub samples with its own JAX backend."""
 
 import re
 from pathlib import Path
@@ -19,11 +19,15 @@ GAP = re.compile(r"log-probabilities differ from the trainer's by (\S+) nats on 
 
 
 def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
-    """A sequence is learnt by heart; its greedy sample has it, with the trainer's log-probabilities."""
+    """The model learns a sequence by heart.
+
+    Its greedy sample is that sequence, with the trainer's log-probabilities.
+    """
     model = str(tiny_directory(DENSE))
     served = JaxBackend(model, TINY_CONFIG)
     capabilities = served.start()
     options = StubOptions(num_known=capabilities.max_topk_logprobs, max_logprobs=capabilities.max_topk_logprobs)
+
     with running_stub(served, capabilities, options) as stub:
         flags = ["--base-model", model, "--sampler", "vllm", "--vllm-url", stub.url]
         flags += ["--backend-config.max-lora-rank", "8", "--backend-config.max-context-length", "64"]
@@ -35,7 +39,9 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
             "--backend-config.micro-batch-tokens",
             "64",
         ]
-        # The start compiles a training step here, and what samples in the stub.
+
+        # At the start, the server compiles a training step, and the stub compiles its sampling
+        # programs.
         with (
             LiveServer(tmp_path / "data", flags=flags, ready_within_s=300) as server,
             tinker.ServiceClient(base_url=server.url) as service,
@@ -46,9 +52,10 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
                 model_input=types.ModelInput.from_ints(tokens[:-1]),
                 loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (NUM_TOKENS - 1)},
             )
-            for _ in range(40):  # of some seeds 25 steps do not learn all tokens
+            for _ in range(40):  # with some seeds, 25 steps do not learn all tokens
                 training.forward_backward([datum], "cross_entropy").result()
                 training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+
             sampling = training.save_weights_and_get_sampling_client().result()
             greedy = types.SamplingParams(max_tokens=NUM_TOKENS - 4, temperature=0.0, stop=[])
             [sequence] = sampling.sample(types.ModelInput.from_ints(tokens[:4]), 1, greedy).result().sequences
@@ -56,6 +63,7 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
             result = training.forward([datum], "cross_entropy").result()
             trained = np.array(result.loss_fn_outputs[0]["logprobs"].data)[3:]
             np.testing.assert_allclose(sequence.logprobs, trained, rtol=0, atol=1e-4)
+
             server.wait_for(GAP)
             found = GAP.search(server.log)
             assert found is not None and float(found[1]) < 1e-4 and int(found[2]) == NUM_TOKENS - 4
@@ -63,4 +71,5 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
             with pytest.raises(tinker.TinkerError, match="top_k 5"):
                 filtered = types.SamplingParams(max_tokens=4, top_k=5)
                 sampling.sample(types.ModelInput.from_ints(tokens[:4]), 1, filtered).result()
+
     served.close()

@@ -120,7 +120,7 @@ class EngineHarness:
             where["engine"] = models.get_engine_number(tx, model_id) or 1
         new = NewRequest(
             key="",
-            kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
+            kind=request.kind if isinstance(request, requests.Rejected) else codec.get_kind(request),
             owner=self.owner,
             session_id=self.session_id,
             body=codec.encode(request),

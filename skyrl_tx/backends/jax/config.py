@@ -129,8 +129,8 @@ class JaxFlags(BaseModel):
     """How many adapters can be loaded for sampling at the same time, without the base model."""
     sample_slots: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """How many samples are decoded at the same time. Unset: 32 on CPU.
-    On accelerators 256, 128, 64 or 32 for each copy of the weights (dp): the largest number for
-    which the KV cache has 512 tokens for each sample."""
+    On accelerators 256, 128, 64 or 32 for each copy of the weights (dp): the largest of these
+    numbers that leaves 512 tokens of KV cache for each sample."""
     max_sample_tokens: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """Capacity of the KV cache: prompt and new tokens of all running samples together.
     Unset: as many as fit; at most 65536 on CPU. After a change, programs must be compiled again."""

@@ -1,7 +1,8 @@
 """The Mamba-2 layer (Dao and Gu 2024, arXiv:2405.21060), as a mixer.
 
-The input x of each head, and the vectors b and c with which each group of heads writes and reads
-its state, each pass a short convolution. The output is gated and then normalised within each group.
+Each head has an input x. Each group of heads has two vectors: b writes to its state, and c reads
+from it. x, b and c each pass a short convolution. The output is gated and then normalised within
+each group.
 
 Legend: G groups, H heads of a group, N state dim, P dims of a head.
 """

@@ -115,7 +115,7 @@ def result_to_json(result: results.Result) -> dict[str, object]:
         case results.SampleOutput():
             return _sample_to_json(result)
         case _:
-            return {"type": codec.kind_of(result).removesuffix("_output"), **asdict(result)}
+            return {"type": codec.get_kind(result).removesuffix("_output"), **asdict(result)}
 
 
 def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:

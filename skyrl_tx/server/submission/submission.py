@@ -97,7 +97,7 @@ class Submission:
         A rejected request keeps the kind of the request that was sent. For example, the scheduler
         still treats a rejected barrier as a barrier.
         """
-        return self.request.kind if isinstance(self.request, Rejected) else codec.kind_of(self.request)
+        return self.request.kind if isinstance(self.request, Rejected) else codec.get_kind(self.request)
 
     def replace_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
         """Return this submission with another request and the same digest."""

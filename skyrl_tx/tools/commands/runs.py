@@ -171,7 +171,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
         if row is not None and row.status in _LIVE:
             new = NewRequest(
                 key="",
-                kind=codec.kind_of(UnloadModel()),
+                kind=codec.get_kind(UnloadModel()),
                 owner=models.get_owner(tx, model_id) or "",
                 session_id=row.session_id,
                 body=codec.encode(UnloadModel()),

@@ -1,8 +1,9 @@
-"""Custom losses in torch, as the SDK traces and runs them, in an environment with torch and the SDK.
+"""Evaluate custom losses in torch, as the SDK traces and runs them, in an environment with torch and the SDK.
 
     python custom_loss_reference.py
 
-Prints JSON: of each loss its upload, and for each of two datums its inputs, value, gradient and metrics.
+Prints JSON: the upload of each loss, and for each of two datums its inputs, value, gradient and
+metrics.
 """
 
 import json
@@ -20,7 +21,7 @@ WIDTH = 3
 
 Elementwise = Callable[..., torch.Tensor]
 
-OF_ONE: dict[str, Elementwise] = {
+SUMMED_LOSSES: dict[str, Elementwise] = {
     "neg": lambda x, a, m: -x,
     "abs": lambda x, a, m: abs(x + 1.0) + torch.abs(x) + x.absolute(),
     "sign": lambda x, a, m: torch.sign(x) * x,
@@ -63,9 +64,12 @@ OF_ONE: dict[str, Elementwise] = {
     "cumsum": lambda x, a, m: torch.cumsum(x, 0).exp() + a.cumsum(dim=-1) * x,
     "softmax": lambda x, a, m: torch.softmax(x, 0) * a + F.softmax(x, dim=-1) ** 2 + F.log_softmax(x, 0) * a,
 }
-"""Functions of log-probabilities, another array, and a mask, all [T]; their sums are losses."""
+"""Functions of log-probabilities, another array and a mask, all [T].
 
-OF_ALL: dict[str, Elementwise] = {
+The loss is the sum of the result.
+"""
+
+WHOLE_LOSSES: dict[str, Elementwise] = {
     "mean": lambda x, a, m: x.mean() + torch.mean(x * a),
     "masked_mean": lambda x, a, m: (x * m).sum() / m.sum().clamp(min=1),
     "count": lambda x, a, m: (x * a).sum() / (a > 0.5).sum(),
@@ -80,9 +84,9 @@ OF_ALL: dict[str, Elementwise] = {
     "gspo": lambda x, a, m: -(torch.exp(((x - a) * m).sum().detach() / m.sum()) * torch.exp(x - x.detach()) * a).sum(),
     "ppo": lambda x, a, m: -torch.minimum(torch.exp(x - a) * m, torch.clamp(torch.exp(x - a), 0.8, 1.2) * m).sum(),
 }
-"""Functions of the same that are losses."""
+"""Functions of the same arguments that return the loss itself."""
 
-OF_TARGETS: dict[str, Elementwise] = {
+TARGET_LOSSES: dict[str, Elementwise] = {
     "distillation": lambda x, p, s: -(p * x).sum() * s,
     "kl": lambda x, p, s: (p * (torch.log(p) - torch.log_softmax(x, dim=-1))).sum(-1).mean(),
     "entropy": lambda x, p, s: -(x.softmax(-1) * F.log_softmax(x, dim=1)).sum(dim=(0, 1)) * s,
@@ -94,7 +98,7 @@ OF_TARGETS: dict[str, Elementwise] = {
 """Losses of log-probabilities [T, K], a distribution [T, K], and a scalar."""
 
 
-def traced(function: Elementwise, kind: str) -> tuple[Any, dict[str, int]]:
+def make_loss(function: Elementwise, kind: str) -> tuple[Any, dict[str, int]]:
     if kind == "targets":
 
         def loss(logprobs, distribution, scale):  # type: ignore[no-untyped-def]
@@ -121,35 +125,38 @@ def arrays(kind: str, length: int, generator: np.random.Generator) -> list[np.nd
     return [-generator.uniform(0.05, 2.0, length), generator.uniform(0.1, 1.0, length), mask]
 
 
-def described(name: str, function: Elementwise, kind: str) -> dict[str, Any]:
-    loss, ranks = traced(function, kind)
+def describe_loss(name: str, function: Elementwise, kind: str) -> dict[str, Any]:
+    loss, ranks = make_loss(function, kind)
     handle = trace_loss(loss, ranks, "s")  # type: ignore[arg-type]
     upload = types.CreateCustomLossRequest(
         session_id="s", custom_loss_seq_id=0, name=name, inputs=list(handle.inputs), graph=encode_graph(handle)
     )
     generator, data = np.random.default_rng(sum(name.encode())), []
+
     for length in LENGTHS:
         given = [np.asarray(array, np.float32) for array in arrays(kind, length, generator)]
         logprobs = torch.tensor(given[0], requires_grad=True)
         value, metrics = handle.graph(logprobs, *map(torch.tensor, given[1:]))
         value.backward()
         assert logprobs.grad is not None
+
         data.append(
             {
                 "inputs": [array.tolist() for array in given],
                 "loss": value.item(),
                 "gradient": logprobs.grad.tolist(),
-                "metrics": {key: each.item() for key, each in metrics.items()},
+                "metrics": {key: metric.item() for key, metric in metrics.items()},
             }
         )
+
     return {"upload": upload.model_dump(mode="json", exclude_none=True), "data": data}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    kinds = {"one": OF_ONE, "all": OF_ALL, "targets": OF_TARGETS}
+    kinds = {"one": SUMMED_LOSSES, "all": WHOLE_LOSSES, "targets": TARGET_LOSSES}
     losses = {
-        f"{kind}-{name}": described(name, function, kind)
+        f"{kind}-{name}": describe_loss(name, function, kind)
         for kind, functions in kinds.items()
         for name, function in functions.items()
     }

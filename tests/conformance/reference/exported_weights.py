@@ -1,10 +1,11 @@
-"""Make peft adapters and compute logprobs of exported weights with peft and transformers, in the torch environment.
+"""Create peft adapters and compute the logprobs of exported weights with peft and transformers.
 
     python exported_weights.py JOBS.json
 
-Each job names a `model` directory and the `tokens` of one row, and one of: `make`, a directory for a new random
-adapter of `config` (saved there); `adapter`, one to load; or neither. Its log-probabilities of the tokens after the
-first are written to `out`.
+Runs in the torch environment. Each job names a `model` directory and the `tokens` of one row. With
+`make`, the job creates a random adapter with `config` and saves it in that directory. With
+`adapter`, it loads that adapter. The log-probabilities of all tokens after the first are written to
+`out`.
 """
 
 import json
@@ -28,6 +29,7 @@ def evaluate(job: dict) -> np.ndarray:
         model.save_pretrained(job["make"])
     elif "adapter" in job:
         model = PeftModel.from_pretrained(model, job["adapter"])
+
     tokens = torch.tensor([job["tokens"]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(tokens).logits, -1)
@@ -36,5 +38,5 @@ def evaluate(job: dict) -> np.ndarray:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for each in json.loads(Path(sys.argv[1]).read_text()):
-        np.save(each["out"], evaluate(each))
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        np.save(job["out"], evaluate(job))

@@ -2,7 +2,8 @@
 
     python greedy_reference.py MODEL_DIRECTORY...
 
-Reads `prompts.npz` in each directory, with an array [N, T] per length, and writes `greedy.npz`, with [N, NEW] for each.
+Reads `prompts.npz` in each directory, with an array [N, T] per length, and writes `greedy.npz`,
+with an array [N, NEW] per length.
 """
 
 import sys

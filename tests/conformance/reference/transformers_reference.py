@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM
 RANK, ALPHA = 4, 32
 NOT_ADAPTED = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "q_b_proj", "kv_b_proj")
 FUSED = ("in_proj_qkv", "in_proj_qkvz", "in_proj")
-"""Modules whose rows are several maps with adapters of their own."""
+"""Modules that fuse multiple maps. Each map has its own adapter."""
 BY_HAND = ("up_proj", "down_proj", "_latent_proj", "out_proj")
-"""Maps of Nemotron-H: of its feed-forwards, and that which peft refuses, as fused kernels would not see it."""
+"""Maps of Nemotron-H that are adapted by hand: its feed-forward maps, and `out_proj`.
+
+Peft refuses to adapt `out_proj`, because fused kernels would bypass the adapter.
+"""
 PROMPT, NEW = 20, 24  # tokens of greedy decoding
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1}
 STEPS = 3
@@ -49,6 +52,7 @@ def main(directory: Path) -> None:
         logits = model(tokens).logits
         logprobs = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
         loss = -(weights * logprobs).sum()
+
         optimizer.zero_grad()
         loss.backward()
         saved[f"loss{step}"] = loss.detach().numpy()
@@ -58,15 +62,16 @@ def main(directory: Path) -> None:
         for name, weight in adapter.items():
             saved[f"gradients{step}/{plain(name)}"] = weight.grad.numpy().copy()
         optimizer.step()
+
     for name, weight in adapter.items():
         saved[f"weights{STEPS}/{plain(name)}"] = weight.detach().numpy().copy()
     np.savez(directory / "reference.npz", **saved)
 
 
 def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
-    """Put adapters on all linear maps except routers and gates: with peft, or by hand where peft does not support it.
+    """Add adapters to all linear maps except routers and gates: with peft, or by hand if peft does not support the map.
 
-    `shares_factors`: the experts of a layer share A of gate and up, and B of down.
+    With `shares_factors`, the experts of a layer share A of gate and up, and B of down.
     """
     is_tied, by_hand = model.config.tie_word_embeddings, []
     maps = [
@@ -74,9 +79,10 @@ def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and not name.endswith(NOT_ADAPTED)
     ]
-    fused = [name for name in maps if name.endswith(FUSED)]  # maps that peft takes for one
+    fused = [name for name in maps if name.endswith(FUSED)]  # peft treats each as a single map
     maps = [name for name in maps if name not in fused]
     parts = [getattr(layer, "mlp", None) or layer.mixer for layer in model.model.layers]
+
     mixtures = [part for part in parts if hasattr(part, "experts")]
     if mixtures:  # peft would fuse gates with up-projections
         by_hand += [name for name in maps if ".mlp." in name or (".mixer." in name and name.endswith(BY_HAND))]
@@ -87,6 +93,7 @@ def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
     for name in by_hand:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, AdaptedMap(model.get_submodule(name)))
+
     for name in fused:
         net = model.get_submodule(name.rpartition(".")[0])
         if hasattr(net, "in_proj"):
@@ -98,15 +105,16 @@ def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
             net.in_proj_qkvz = AdaptedRows(net.in_proj_qkvz, rows | {"in_proj_z": net.value_dim}, net.num_k_heads)
         else:
             net.in_proj_qkv = AdaptedRows(net.in_proj_qkv, rows)
+
     for mixture in mixtures:
-        mixture.experts = kind_of(mixture.experts)(mixture.experts)
+        mixture.experts = get_adapter_class(mixture.experts)(mixture.experts)
         if shares_factors:
             mixture.experts.share_factors()
     return wrapped
 
 
-def kind_of(experts: torch.nn.Module) -> type["AdaptedExperts"]:
-    """Return the class that adapts them."""
+def get_adapter_class(experts: torch.nn.Module) -> type["AdaptedExperts"]:
+    """Return the class that adapts these experts."""
     if hasattr(experts, "gate_up_proj_bias"):
         return AdaptedGptOssExperts
     return AdaptedExperts if hasattr(experts, "gate_up_proj") else AdaptedUngatedExperts
@@ -136,7 +144,10 @@ class AdaptedMap(Update):
 
 
 class AdaptedRows(torch.nn.Module):
-    """A linear map whose first rows are several maps, each with a LoRA update of its own: head by head."""
+    """A linear map that fuses multiple maps in its first rows, head by head.
+
+    Each map has its own LoRA update.
+    """
 
     def __init__(self, base: torch.nn.Linear, rows: dict[str, int], num_heads: int = 1):
         super().__init__()
@@ -166,7 +177,7 @@ class AdaptedExperts(torch.nn.Module):
             self.add_module(str(index), torch.nn.ModuleDict(maps | {"down_proj": Update(inner, outer)}))
 
     def share_factors(self) -> None:
-        """Give all experts the factors of the first one next to the hidden size."""
+        """Let all experts share the factors of the first expert next to the hidden size."""
         first = getattr(self, "0")
         for index in range(1, self.base.num_experts):
             maps = getattr(self, str(index))
@@ -191,7 +202,7 @@ class AdaptedExperts(torch.nn.Module):
 
 
 class AdaptedGptOssExperts(AdaptedExperts):
-    """The same for gpt-oss: columns of gate and up in turn, and biases."""
+    """Adapted experts of gpt-oss, which have biases and alternating columns of gate and up."""
 
     def sizes(self, base: torch.nn.Module) -> tuple[int, int]:
         return base.gate_up_proj.shape[2] // 2, base.gate_up_proj.shape[1]
@@ -210,7 +221,7 @@ class AdaptedGptOssExperts(AdaptedExperts):
 
 
 class AdaptedUngatedExperts(AdaptedExperts):
-    """The same for Nemotron-H: no gates."""
+    """Adapted experts of Nemotron-H, which have no gates."""
 
     first = ("up_proj",)
 

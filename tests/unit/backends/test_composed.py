@@ -1,4 +1,4 @@
-"""A trainer and a sampler as one backend: what the start finds out."""
+"""A trainer and a sampler as one backend: checks at the start."""
 
 import json
 import logging
@@ -27,8 +27,8 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(tmp_path, stack)
 
 
-class _WithTiedUnembedding(FakeBackend):
-    """A trainer whose adapters of the unembedding are those of a tied one."""
+class _TiedUnembeddingTrainer(FakeBackend):
+    """A trainer that names its unembedding adapters like the adapters of a tied unembedding."""
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         super().create_model(model_id, spec)
@@ -36,10 +36,10 @@ class _WithTiedUnembedding(FakeBackend):
 
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
         snapshot = super().capture(model_id, parts)
-        return _Renamed(snapshot) if self._has_unembedding else snapshot
+        return _RenamedSnapshot(snapshot) if self._has_unembedding else snapshot
 
 
-class _Renamed(Snapshot):
+class _RenamedSnapshot(Snapshot):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
@@ -51,7 +51,7 @@ class _Renamed(Snapshot):
 
 
 def start(world: World, trainer: type[AbstractBackend] = FakeBackend, config: FakeConfig = FAKE) -> Capabilities:
-    """Start a composed backend, and close it."""
+    """Start a composed backend, close it and return its capabilities."""
     spec, composed = compose(BackendSpec(config=FakeConfig, load=lambda: trainer), config, SAMPLER, world.config())
     backend = spec.load()("tiny", composed)
     try:
@@ -83,7 +83,7 @@ def test_a_sampler_that_ignores_adapters_is_refused(world: World):
 
 def test_layers_whose_adapters_the_sampler_lacks_cannot_be_trained(world: World, caplog: pytest.LogCaptureFixture):
     world.stub()
-    assert start(world, _WithTiedUnembedding).lora_targets == {"attn", "mlp"}
+    assert start(world, _TiedUnembeddingTrainer).lora_targets == {"attn", "mlp"}
     assert "does not support adapters of unembed" in caplog.text and "tied to the embedding" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The fake backend's numbers, by hand."""
+"""The fake backend's numbers, computed by hand."""
 
 import numpy as np
 import pytest
@@ -31,11 +31,11 @@ def test_gradients_match_finite_differences(name):
     tokens = draw.integers(0, VOCAB, 6, dtype=np.int32)
     targets = draw.integers(0, VOCAB, 6, dtype=np.int32)[:, None]
 
-    def logprobs_of():
+    def compute_logprobs():
         all_logprobs = log_softmax(logits(tokens, adapter, VOCAB))
         return all_logprobs, np.take_along_axis(all_logprobs, targets, axis=1)[:, 0]
 
-    before = logprobs_of()[1]
+    before = compute_logprobs()[1]
     inputs = {
         "weights": draw.random(6) + 0.5,
         "logprobs": before - 0.3 * draw.standard_normal(6),
@@ -43,21 +43,23 @@ def test_gradients_match_finite_differences(name):
         "sequence_ratio_mask": np.array([0.0, 1, 1, 1, 0, 1]),
         "sampled": np.array([0.0, 1, 1, 1, 0, 1]),
     }
-    all_logprobs, logprobs = logprobs_of()
+    all_logprobs, logprobs = compute_logprobs()
     config = dict(LOSS_SPECS[name].config) | ({"kl_coeff": 0.3} if name == "stable_reinforce" else {})
     d_logprobs = evaluate(name, logprobs, inputs, config).slope
     found = gradient(tokens, targets, d_logprobs[:, None], all_logprobs, adapter)
 
     def surrogate():
-        """Return the function that autodiff differentiates, with detached factors held constant."""
-        now = logprobs_of()[1]
+        """Return the loss that autodiff differentiates, with detached factors held constant."""
+        now = compute_logprobs()[1]
         if name == "cispo":
             ratio = np.clip(np.exp(logprobs - inputs["logprobs"]), 0.0, 4.0)
             return -(ratio * now * inputs["advantages"] * inputs["weights"]).sum()
+
         if name == "stable_reinforce":
             ratio = np.minimum(np.exp(logprobs - inputs["logprobs"]), 2.0)
             terms = -ratio * now * inputs["advantages"] + 0.5 * 0.3 * (now - inputs["logprobs"]) ** 2
             return (inputs["sampled"] * inputs["weights"] * terms).sum()
+
         if name == "gspo":
             mask = inputs["sequence_ratio_mask"]
             ratio = np.exp((mask * (logprobs - inputs["logprobs"])).sum() / mask.sum()) * np.exp(now - logprobs)
@@ -66,19 +68,19 @@ def test_gradients_match_finite_differences(name):
         return evaluate(name, now, inputs, config).loss.sum()
 
     for array, expected in ((adapter.a_RV, found.a_RV), (adapter.b_VR, found.b_VR)):
-        for place in np.ndindex(array.shape):
-            kept = array[place]
-            array[place] = kept + 1e-6
+        for index in np.ndindex(array.shape):
+            kept = array[index]
+            array[index] = kept + 1e-6
             above = surrogate()
-            array[place] = kept - 1e-6
+            array[index] = kept - 1e-6
             slope_here = (above - surrogate()) / 2e-6
-            array[place] = kept
-            assert expected[place] == pytest.approx(slope_here, abs=1e-5)
+            array[index] = kept
+            assert expected[index] == pytest.approx(slope_here, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(LOSS_FUNCTIONS))
 def test_positions_of_weight_zero_have_no_effect(name):
-    """However far the policies are apart, and whatever the advantage."""
+    """This holds for any distance between the policies and for any advantage."""
     inputs = {key: np.ones(2) for key in ("sequence_ratio_mask", "sampled")}
     inputs |= {"weights": np.array([0.0, 1.0]), "advantages": np.array([-3e38, 1.0]), "logprobs": np.full(2, -2e3)}
     value = evaluate(name, np.full(2, -1.0), inputs, LOSS_SPECS[name].config)
@@ -100,6 +102,7 @@ def test_prompt_questions():
     [delta] = backend.sample(PreparedSampleBatch(requests=(request,)))
     half, rest = np.log(1 / 2), np.log(1 / 14)
     assert list(delta.tokens) == [6] and delta.logprobs[0] == pytest.approx(half)
+
     found = delta.prompt
     np.testing.assert_allclose(found.logprobs, [np.nan, np.nan, half, rest], rtol=1e-6)
     np.testing.assert_allclose(found.targets, [[0, rest], [half, rest], [half, 0]], rtol=1e-6)

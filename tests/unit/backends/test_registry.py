@@ -25,10 +25,12 @@ def test_a_backend_of_another_distribution_is_found(tmp_path, monkeypatch):
     metadata = tmp_path / "other_backend-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-backend\nVersion: 1.0\n")
+
     (metadata / "entry_points.txt").write_text(
         "[skyrl_tx.backends]\nother = other_backend:BACKEND\nbroken = other_backend:NONSENSE\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
     assert find_backend("other").config is find_backend("fake").config
     with pytest.raises(UserError, match="'other_backend:NONSENSE' must refer to a BackendSpec, not"):
         find_backend("broken")

@@ -1,4 +1,4 @@
-"""Samples of a sampler are compared with the trainer: a stub's log-probabilities differ by a known amount."""
+"""Samples are compared with the trainer. The stub's log-probabilities differ by a known amount."""
 
 import logging
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ class _Trainer(FakeBackend):
         return super().step_sample()
 
 
-class Bench:
-    """A composed backend on a stub, with the weights of a trained model."""
+class BackendOnStub:
+    """A composed backend that samples on a stub, with the weights of a trained model."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.stub: VllmStub = world.stub()
@@ -74,18 +74,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path) -> Iterator[BackendOnStub]:
     with ExitStack() as stack:
-        yield Bench(World(tmp_path, stack), stack)
+        yield BackendOnStub(World(tmp_path, stack), stack)
 
 
 def draw(backend: ComposedBackend, *requests: SampleRequest) -> dict[str, list[SampleDelta]]:
     """Draw samples to their ends and return the deltas of each request."""
-    deltas: dict[str, list[SampleDelta]] = {each.request_id: [] for each in requests}
+    deltas: dict[str, list[SampleDelta]] = {asked.request_id: [] for asked in requests}
     for delta in backend.sample(PreparedSampleBatch(requests=requests)):
         deltas[delta.request_id].append(delta)
-    assert all(each[-1].stop_reason is not None for each in deltas.values())
-    assert all(delta.stop_reason is None for each in deltas.values() for delta in each[:-1])
+    assert all(parts[-1].stop_reason is not None for parts in deltas.values())
+    assert all(delta.stop_reason is None for parts in deltas.values() for delta in parts[:-1])
     return deltas
 
 
@@ -94,14 +94,14 @@ def gaps(backend: ComposedBackend, *requests: SampleRequest) -> list[TrainerGap 
 
 
 @pytest.mark.parametrize("sampler", [None, TRAINED])
-def test_the_gap_of_a_right_sampler_is_rounding(bench: Bench, sampler: SamplerId | None) -> None:
+def test_the_gap_of_a_right_sampler_is_rounding(bench: BackendOnStub, sampler: SamplerId | None) -> None:
     backend = bench.start()
     (gap,) = gaps(backend, request(sampler=sampler))
     assert gap is not None and gap.num_tokens == 12 and 0 <= gap.mean <= gap.largest < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_gap_is_the_difference_that_the_server_has(bench: Bench, temperature: float) -> None:
+def test_the_gap_is_the_difference_that_the_server_has(bench: BackendOnStub, temperature: float) -> None:
     backend = bench.start()
     bench.stub.options.logprob_error = -0.125
     requests = [request(f"r{n}", sampler=TRAINED, seed=n, temperature=temperature) for n in range(3)]
@@ -114,29 +114,34 @@ def test_the_gap_is_the_difference_that_the_server_has(bench: Bench, temperature
     assert meters.trainer_gap_max_nats == pytest.approx(0.125, abs=1e-5)
 
 
-def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_comparison_is_logged_and_a_large_gap_warns_once(
+    bench: BackendOnStub, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = bench.start()
     bench.stub.options.logprob_error = 0.5
     with caplog.at_level(logging.INFO, "skyrl_tx.backends.trainer_checks"):
         gaps(backend, *(request(f"r{n}", sampler=TRAINED, max_tokens=20) for n in range(3)))
     assert "sample 0 of r1: log-probabilities differ from the trainer's by 0.5 nats on average" in caplog.text
-    of_checks = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
-    (warning,) = [record for record in of_checks if record.levelno == logging.WARNING]
+    check_records = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
+    (warning,) = [record for record in check_records if record.levelno == logging.WARNING]
     assert "do not sample from the trained weights" in warning.getMessage()
 
 
-def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Bench) -> None:
+def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: BackendOnStub) -> None:
     requests = [request(f"r{n}", sampler=TRAINED, seed=n) for n in range(4)]
     plain, compared = (draw(bench.start(share), *requests) for share in (0.0, 1.0))
     for name, deltas in plain.items():
         for what in ("tokens", "logprobs"):
-            both = (np.concatenate([getattr(delta, what) for delta in each]) for each in (deltas, compared[name]))
+            both = (np.concatenate([getattr(delta, what) for delta in parts]) for parts in (deltas, compared[name]))
             np.testing.assert_array_equal(*both)
         assert deltas[-1].stop_reason == compared[name][-1].stop_reason
 
 
-def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Another temperature has other log-probabilities, and the trainer has no memory for the weights."""
+def test_what_cannot_be_compared_is_not(bench: BackendOnStub, caplog: pytest.LogCaptureFixture) -> None:
+    """Samples at other temperatures are not compared.
+
+    Nor are samples whose weights the trainer cannot load.
+    """
     backend = bench.start()
     assert gaps(backend, request(sampler=TRAINED, temperature=0.7)) == [None]
     for failure in (CapacityError("no memory for another sampler"), RuntimeError("a bug")):
@@ -148,26 +153,26 @@ def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureF
     assert backend.meters().compared_samples == 0
 
 
-def test_with_a_share_of_0_the_trainer_has_no_part_in_sampling(bench: Bench) -> None:
+def test_with_a_share_of_0_the_trainer_has_no_part_in_sampling(bench: BackendOnStub) -> None:
     backend = bench.start(share=0.0)
     assert gaps(backend, request(sampler=TRAINED)) == [None]
     assert _Trainer.last.num_scored == 0 and backend.meters().compared_samples is None
 
 
-def test_a_share_is_chosen_by_request_and_index(bench: Bench) -> None:
+def test_a_share_is_chosen_by_request_and_index(bench: BackendOnStub) -> None:
     requests = [replace(request(f"r{n}", max_tokens=1), num_samples=2) for n in range(40)]
 
-    def chosen(share: float) -> set[tuple[RequestId, int]]:
+    def list_compared(share: float) -> set[tuple[RequestId, int]]:
         deltas = bench.start(share).sample(PreparedSampleBatch(requests=tuple(requests)))
         return {(delta.request_id, delta.index) for delta in deltas if delta.trainer_gap is not None}
 
-    quarter = chosen(0.25)
-    assert 10 <= len(quarter) <= 30 and quarter == chosen(0.25)
-    assert quarter < chosen(0.5)
+    quarter = list_compared(0.25)
+    assert 10 <= len(quarter) <= 30 and quarter == list_compared(0.25)
+    assert quarter < list_compared(0.5)
 
 
-def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: Bench) -> None:
-    """As at a stop string."""
+def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: BackendOnStub) -> None:
+    """For example, at a stop string."""
     backend = bench.start()
     backend.begin_sample(PreparedSampleBatch(requests=(request("first", sampler=TRAINED, max_tokens=40),)))
     while not any(delta.tokens.size for delta in backend.step_sample()):
@@ -178,7 +183,7 @@ def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: Bench
     assert backend.meters().compared_samples == 2
 
 
-def test_a_cancelled_sample_is_not_compared(bench: Bench) -> None:
+def test_a_cancelled_sample_is_not_compared(bench: BackendOnStub) -> None:
     backend = bench.start()
     backend.begin_sample(PreparedSampleBatch(requests=(request("gone", sampler=TRAINED),)))
     while not any(delta.request_id == "gone" and delta.tokens.size for delta in backend.step_sample()):
@@ -188,7 +193,9 @@ def test_a_cancelled_sample_is_not_compared(bench: Bench) -> None:
     assert backend.step_sample() == [] and backend.meters().compared_samples == 0
 
 
-def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(
+    bench: BackendOnStub, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = bench.start()
     _Trainer.last.failure = RuntimeError("a bug")
     assert gaps(backend, request(sampler=TRAINED)) == [None]
@@ -198,7 +205,7 @@ def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(bench: Bench, capl
     assert gap is not None
 
 
-def test_a_lost_device_of_the_trainer_is_lost(bench: Bench) -> None:
+def test_a_lost_device_of_the_trainer_is_lost(bench: BackendOnStub) -> None:
     backend = bench.start()
     _Trainer.last.failure, _Trainer.last.is_lost = RuntimeError("INTERNAL"), True
     with pytest.raises(BackendLost):

@@ -1,4 +1,7 @@
-"""The trainer draws samples while all servers are lost: stubs that are stopped."""
+"""The trainer draws samples while all servers are lost.
+
+The servers are stubs that the tests stop.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,8 +26,8 @@ from tests.support.vllm_world import FAKE, World, request
 TRAINED = SamplerId("trained")
 
 
-class Bench:
-    """A composed backend on a stub, with the weights of a trained model."""
+class BackendOnStub:
+    """A composed backend that samples on a stub, with the weights of a trained model."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world, self.stub = world, world.stub()
@@ -65,38 +68,42 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path) -> Iterator[BackendOnStub]:
     with ExitStack() as stack:
-        yield Bench(World(tmp_path, stack), stack)
+        yield BackendOnStub(World(tmp_path, stack), stack)
 
 
 def tokens(deltas: list[SampleDelta], index: int = 0) -> list[int]:
     return [token for delta in deltas if delta.index == index for token in delta.tokens.tolist()]
 
 
-def test_the_trainer_draws_while_the_sampler_is_away_and_says_so(bench: Bench) -> None:
+def test_the_trainer_draws_while_the_sampler_is_away_and_says_so(bench: BackendOnStub) -> None:
     asked = replace(request(sampler=TRAINED), num_samples=2, options=PromptOptions(logprobs=True))
     before = bench.draw(asked)
     assert bench.backend.meters().fallback_samples == 0
+
     bench.lose()
     outage = bench.backend.meters().outage
     assert outage is not None and outage.endswith("; the trainer draws samples")
+
     drawn = bench.draw(asked)
     bench.world.trainer.load_sampler(TRAINED, bench.world.adapter())
     expected = bench.world.trainer.sample(PreparedSampleBatch(requests=(asked,)))
+
     for index in (0, 1):
         assert tokens(drawn, index) == tokens(expected, index) != tokens(before, index)
     assert {delta.request_id for delta in drawn} == {asked.request_id}
     assert [delta.index for delta in drawn if delta.prompt is not None and delta.prompt.logprobs is not None] == [0]
     assert all(delta.trainer_gap is None for delta in drawn), "the trainer is not compared with itself"
     assert bench.backend.meters().fallback_samples == 2
+
     bench.bring_back(bench.stub)
     assert tokens(bench.draw(asked)) == tokens(before)
     assert bench.backend.meters().fallback_samples == 2
 
 
-def test_a_sample_with_tokens_waits_for_its_server(bench: Bench) -> None:
-    """The trainer would go on with other tokens than those of its seed."""
+def test_a_sample_with_tokens_waits_for_its_server(bench: BackendOnStub) -> None:
+    """The trainer would draw other tokens than the server for the same seed."""
     asked = request(sampler=TRAINED, max_tokens=40)
     before = bench.draw(asked)
     bench.stub.options.drop_after = [4]
@@ -111,15 +118,15 @@ def test_a_sample_with_tokens_waits_for_its_server(bench: Bench) -> None:
     assert bench.backend.meters().fallback_samples == 0
 
 
-def test_what_the_sampler_refuses_is_refused_while_it_is_away(bench: Bench) -> None:
+def test_what_the_sampler_refuses_is_refused_while_it_is_away(bench: BackendOnStub) -> None:
     bench.lose()
     with pytest.raises(UserError, match="top_k 3"):
         bench.begin(request(top_k=3))
 
 
-def test_a_sample_that_the_trainer_cannot_draw_waits(bench: Bench) -> None:
+def test_a_sample_that_the_trainer_cannot_draw_waits(bench: BackendOnStub) -> None:
     asked = request("other", sampler="other")
-    bench.backend._on_trainer._are_needed = False  # as if it found no memory there
+    bench.backend._on_trainer._are_needed = False  # as if the trainer had no memory for its weights
     bench.backend.load_sampler(SamplerId("other"), bench.world.adapter())
     bench.lose()
     bench.begin(asked)
@@ -129,7 +136,7 @@ def test_a_sample_that_the_trainer_cannot_draw_waits(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "end"])
-def test_a_sample_on_the_trainer_can_be_ended(bench: Bench, how: str) -> None:
+def test_a_sample_on_the_trainer_can_be_ended(bench: BackendOnStub, how: str) -> None:
     bench.lose()
     bench.begin(request("gone", sampler=TRAINED, max_tokens=40))
     bench.until(lambda deltas: tokens(deltas))

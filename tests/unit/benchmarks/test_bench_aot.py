@@ -1,4 +1,4 @@
-"""`make aot`: cells are compiled once, kept one by one, and written into the page."""
+"""`make aot`: cells are compiled once, stored one by one, and written into the page."""
 
 import json
 import sys
@@ -44,9 +44,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
     monkeypatch.setattr(PreparedEnvironment, "packages", tmp_path)
     monkeypatch.setattr(bench_aot, "prepare", lambda _: PreparedEnvironment(python=tmp_path))
     monkeypatch.setattr(sys, "argv", ["bench_aot", "--models", "Qwen3-0.6B", "--devices", "h200:8", "v5e:1x1"])
+
     with pytest.raises(KeyboardInterrupt):
         bench_aot.main()
-    assert [each["options"]["device"] for each in json.loads(records.read_text())] == ["h200:8"]
+    assert [record["options"]["device"] for record in json.loads(records.read_text())] == ["h200:8"]
+
     bench_aot.main()
     assert asked == ["h200:8", "v5e:1x1", "v5e:1x1"]
     assert page.read_text().splitlines() == [

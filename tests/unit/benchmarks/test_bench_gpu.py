@@ -1,4 +1,4 @@
-"""`make gpu`: a run does what has no record of its commit and can end in time."""
+"""`make gpu`: a run does the parts that have no record for its commit and can end in time."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ RATE = {"tokens_per_s": {"median": 1.0}}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, records: Path, *flags: str) -> list[str]:
-    """Run the program with parts that take no time; return those that it did."""
+    """Run the program with parts that take no time, and return the parts that ran."""
     done: list[str] = []
 
     def figures(task: str, model: str, options: object) -> dict[str, Any]:
@@ -34,12 +34,15 @@ def test_a_run_does_what_has_no_record_of_this_commit(tmp_path: Path, monkeypatc
         [f"{task} {MODEL}" for task in ("training", "decoding-64", "decoding-256")],
     )
     monkeypatch.setattr(bench_gpu, "get_commit", lambda: "one")
+
     assert run(monkeypatch, records, "--skip-tests") == measured
     assert run(monkeypatch, records) == ["parity", "suites"]
     assert run(monkeypatch, records) == []
     assert run(monkeypatch, records, "--again", "--skip-tests") == measured
+
     monkeypatch.setattr(bench_gpu, "get_commit", lambda: "two")
     assert run(monkeypatch, records) == ["parity", *measured, "suites"]
+
     last = json.loads(records.read_text())[-2]
     assert last["options"] == {"part": "decoding-256", "model": MODEL} and last["commit"] == "two"
     assert last["results"] == {"problem": "out of memory"} and last["machine"]["device"] == "gpu NVIDIA H200"

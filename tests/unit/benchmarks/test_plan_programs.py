@@ -1,4 +1,4 @@
-"""Programs compiled for devices that are not here, and their memory by the compiler and by the plan."""
+"""Programs compiled for devices that are not present, and their memory by compiler and by plan."""
 
 import json
 import os
@@ -37,18 +37,18 @@ def test_a_missing_compiler_ends_the_command(
 
 
 def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX 0.11 reads the GPU that a kernel is for from the mesh of the context, or from the GPU of the host."""
+    """JAX 0.11 reads a kernel's target GPU from the mesh of the context, or from the host's GPU."""
     described = SimpleNamespace(devices=jax.devices("cpu")[:1])
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     meshes, lower = [], programs._Shapes.optimizer
 
-    def recorded(shapes: programs._Shapes):
+    def record_mesh(shapes: programs._Shapes):
         meshes.append(jax.sharding.get_abstract_mesh())
         return lower(shapes)
 
-    monkeypatch.setattr(programs._Shapes, "optimizer", recorded)
+    monkeypatch.setattr(programs._Shapes, "optimizer", record_mesh)
     write_model(tmp_path)
     assert main(["--base-model", str(tmp_path), "--device", "v5e:1x1", "--programs", "optimizer"]) == 0
     [mesh] = meshes
@@ -76,8 +76,11 @@ def test_an_unknown_program_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "argument --programs: 'foo' must be one of forward, gradient" in capsys.readouterr().err
 
 
-def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[dict, dict]:
-    """Return the plan as JSON, and its programs by name; all without `names`."""
+def compile_programs(client_environment, model: Path, names: str, *flags: str) -> tuple[dict, dict]:
+    """Return the plan as JSON and its programs by name.
+
+    Without `names`, all programs are compiled.
+    """
     compilers = client_environment(COMPILERS)
     settings = ("--backend-config.micro-batch-tokens", "2048", "--json", *(("--programs", names) if names else ()))
     command = [sys.executable, "-m", "benchmarks.ahead.plan_programs", "--base-model", str(model), *settings, *flags]
@@ -86,16 +89,17 @@ def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    return found, {each["name"]: each for each in found["programs"]}
+    return found, {program["name"]: program for program in found["programs"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["h200:1", pytest.param("v5e:1x1", marks=pytest.mark.exhaustive)])
 def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_path: Path, client_environment) -> None:
     write_model(tmp_path, num_layers=8, hidden_size=256, max_context_length=32768)
-    tokens = ("--backend-config.micro-batch-tokens", "32768")  # more than the memory on the chip of a TPU, not counted
+    # These tokens exceed the on-chip memory of a TPU, which is not counted.
+    tokens = ("--backend-config.micro-batch-tokens", "32768")
     kept, offloaded = (
-        compiled(client_environment, tmp_path, "gradient", "--device", device, flag, *tokens)[1]["gradient"]
+        compile_programs(client_environment, tmp_path, "gradient", "--device", device, flag, *tokens)[1]["gradient"]
         for flag in ("--backend-config.remat", "--backend-config.offload")
     )
     inputs = 8 * 32768 * 256 * 4
@@ -105,22 +109,23 @@ def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_pat
 
 @pytest.mark.slow
 def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) -> None:
-    """Not for each of the eight chunks of log-probabilities that a device computes of 2,048 tokens."""
+    """It is not gathered for each of the eight chunks of log-probabilities of 2,048 tokens."""
     write_model(tmp_path, num_layers=3, vocab_size=16384, hidden_size=128)
     flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
-    gradient = compiled(client_environment, tmp_path, "gradient", *flags)[1]["gradient"]
+    gradient = compile_programs(client_environment, tmp_path, "gradient", *flags)[1]["gradient"]
     unembedding = 16384 * 128 * 2
-    # Once for all losses, and once more in the branch of those that read whole rows; the layers are small
+    # Once for all losses, and once more in the branch for losses that read whole rows. The layers
+    # are small.
     assert gradient["text"]["collectives"]["all-gather"]["bytes"] < 3 * unembedding
 
 
 @pytest.mark.slow
 def test_weights_that_devices_gather_are_not_copied(tmp_path: Path, client_environment) -> None:
-    """A copy of all layers, here most of the memory, would take more than the rest of the program."""
+    """A copy of all layers would exceed the rest of the program: they are most of the memory."""
     write_model(tmp_path, num_layers=48, hidden_size=512, mlp_size=2048)
     flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
     flags += ("--backend-config.micro-batch-tokens", "1024")
-    found, programs = compiled(client_environment, tmp_path, "gradient", *flags)
+    found, programs = compile_programs(client_environment, tmp_path, "gradient", *flags)
     gradient, weights = programs["gradient"], found["memory"][0]["bytes"]
     assert gradient["temporary_bytes"] < weights
     assert gradient["argument_bytes"] + gradient["temporary_bytes"] == pytest.approx(
@@ -151,37 +156,44 @@ def test_programs_compile_for_one_device_and_for_eight(
     architecture: str, flags: tuple[str, ...], kernels: tuple[str, ...], names: str, tmp_path: Path, client_environment
 ) -> None:
     write_model(tmp_path, architecture, num_layers=3, head_dim=128)
-    found, programs = compiled(client_environment, tmp_path, names, "--context", "512", *flags)
+    found, programs = compile_programs(client_environment, tmp_path, names, "--context", "512", *flags)
     assert tuple(programs) == (tuple(names.split(",")) if names else PROGRAMS)
+
     is_one = found["device"]["number"] == 1
     weights = found["memory"][0]["bytes"]
-    for name, each in programs.items():
-        assert each["problem"] == "", each
+    for name, program in programs.items():
+        assert program["problem"] == "", program
         if name != "optimizer":
-            assert each["argument_bytes"] >= 0.9 * weights and each["text"]["num_steps"] >= 3, each
-        assert is_one == (each["text"]["collectives"] == {}), each
+            assert program["argument_bytes"] >= 0.9 * weights and program["text"]["num_steps"] >= 3, program
+        assert is_one == (program["text"]["collectives"] == {}), program
 
-    def of_heads(found: dict[str, int]) -> dict[str, int]:
+    def select_head_kernels(found: dict[str, int]) -> dict[str, int]:
         return {name: calls for name, calls in found.items() if "rotate_normed" in name}
 
-    # The fused attention of each is in the program for all three layers.
+    # Each kernel of fused attention runs once in each of the three layers.
     in_gradient = programs["gradient"]["text"]["kernels"]
-    of_experts = "multiply_tiles"
-    others = {*of_heads(in_gradient), of_experts}
+    expert_kernel = "multiply_tiles"
+    others = {*select_head_kernels(in_gradient), expert_kernel}
     attention = {name: calls for name, calls in in_gradient.items() if name not in others}
+
     assert all(any(name.startswith(kernel) for name in attention) for kernel in kernels)
     assert set(attention.values()) == {3}
-    # Queries and keys have theirs, which the backward pass computes again.
+    # Norm and rotation have their own kernel for queries and for keys. The backward pass runs it
+    # again.
     has_experts, is_fused = architecture == "Qwen3MoeForCausalLM", kernels is TRITON
-    assert (in_gradient.get(of_experts, 0) >= 3 * 3) == has_experts
-    assert of_heads(in_gradient) == ({"rotate_normed": 12, "d_rotate_normed": 6} if is_fused else {})
+    assert (in_gradient.get(expert_kernel, 0) >= 3 * 3) == has_experts
+    assert select_head_kernels(in_gradient) == ({"rotate_normed": 12, "d_rotate_normed": 6} if is_fused else {})
+
     for name in {"decode", "adapters"} & set(programs):
         in_decode = programs[name]["text"]["kernels"]
-        assert (in_decode.pop(of_experts, 0) >= 3 * 3) == has_experts
+        assert (in_decode.pop(expert_kernel, 0) >= 3 * 3) == has_experts
         assert in_decode == {"paged_past": 3} | ({"rotate_normed": 6} if is_fused else {})
+
     assert is_one == (programs["gradient"]["text"]["in_layers"] == {})
+
     gradient = programs["gradient"]
     assert gradient["argument_bytes"] + gradient["temporary_bytes"] <= 1.15 * gradient["planned_bytes"]
+
     if not names and found["device"]["name"] == "h100":  # TPUs pad each of these small arrays
         step = programs["optimizer"]
         assert step["argument_bytes"] + step["output_bytes"] == pytest.approx(step["planned_bytes"], rel=0.15)
@@ -191,24 +203,28 @@ def test_programs_compile_for_one_device_and_for_eight(
 def test_devices_of_dp_add_up_gradients_and_send_no_weights(tmp_path: Path, client_environment) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 4}))
     flags = ("--device", "h200:8", "--mesh", "dp=8", "--context", "512", "--backend-config.micro-batch-tokens", "8192")
-    found, programs = compiled(client_environment, tmp_path, "gradient,decode", *flags)
+    found, programs = compile_programs(client_environment, tmp_path, "gradient,decode", *flags)
     gradient, decode = (programs[name]["text"] for name in ("gradient", "decode"))
     assert gradient["collectives"].keys() == {"all-reduce"} and gradient["in_layers"]["all-reduce"]["calls"] == 4
     unembedding = 4 * 32 * (QWEN3_8B["hidden_size"] + QWEN3_8B["vocab_size"])
-    of_layers = 4 * 4 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
-    # That of the unembedding is added up for each chunk of positions, and in the branch of each kind of loss.
-    assert of_layers < gradient["collectives"]["all-reduce"]["bytes"] < 1.1 * of_layers + 40 * unembedding
+    layer_bytes = 4 * 4 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    # The gradient of the unembedding is summed for each chunk of positions, in the branch of each
+    # kind of loss.
+    assert layer_bytes < gradient["collectives"]["all-reduce"]["bytes"] < 1.1 * layer_bytes + 40 * unembedding
     assert decode["in_layers"] == {} and found["limits"]["sample_slots"] == 8 * 256
-    assert sum(each["bytes"] for each in decode["collectives"].values()) < 2**25 < found["memory"][0]["bytes"] // 50
+    assert sum(call["bytes"] for call in decode["collectives"].values()) < 2**25 < found["memory"][0]["bytes"] // 50
     assert programs["decode"]["text"]["kernels"]["paged_past"] == 4
 
 
 @pytest.mark.slow
 def test_devices_exchange_logits_and_not_the_unembedding(tmp_path: Path, client_environment) -> None:
-    """In a step each device computes its part of the vocabulary, which is far less than the weights for it."""
+    """In a decode step, each device computes its part of the vocabulary.
+
+    The logits are far smaller than the unembedding.
+    """
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 2}))
     flags = ("--device", "v5e:2x4", "--mesh", "tp=8", "--context", "512")
-    found, programs = compiled(client_environment, tmp_path, "decode", *flags)
+    found, programs = compile_programs(client_environment, tmp_path, "decode", *flags)
     logits = 4 * found["limits"]["sample_slots"] * QWEN3_8B["vocab_size"]
-    sent = sum(each["bytes"] for each in programs["decode"]["text"]["collectives"].values())
+    sent = sum(call["bytes"] for call in programs["decode"]["text"]["collectives"].values())
     assert sent < 1.2 * logits < 2 * QWEN3_8B["hidden_size"] * QWEN3_8B["vocab_size"]

@@ -1,4 +1,4 @@
-"""Descriptions of devices that are not here."""
+"""Descriptions of devices that are not present."""
 
 import re
 

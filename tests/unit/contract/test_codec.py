@@ -42,7 +42,7 @@ def test_stored_bytes_of_every_kind_are_known(kind: str) -> None:
     assert "unknown kind" not in str(raised.value)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=codec.kind_of)
+@pytest.mark.parametrize("record", RECORDS, ids=codec.get_kind)
 def test_a_record_without_arrays_comes_back_equal(record: requests.Request) -> None:
     assert codec.decode(codec.encode(record)) == record
 

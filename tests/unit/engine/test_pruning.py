@@ -28,7 +28,7 @@ def new_request(harness: EngineHarness, model_id, number: int) -> NewRequest:
     where = {"sampling_session_id": SAMPLER} if is_sample else {"model_id": model_id}
     return NewRequest(
         key=f"{'sample' if is_sample else 'model'}/{number}",
-        kind=codec.kind_of(request),
+        kind=codec.get_kind(request),
         owner=OWNER,
         session_id=harness.session_id,
         body=codec.encode(request),

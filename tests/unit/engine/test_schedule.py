@@ -27,7 +27,7 @@ def make_request(seq_id, request=None, model_id=A, session="s", owner="ann"):
     return QueuedRequest(
         position=position,
         request_id=RequestId(f"r{position}"),
-        kind=request.kind if isinstance(request, Rejected) else codec.kind_of(request),
+        kind=request.kind if isinstance(request, Rejected) else codec.get_kind(request),
         owner=owner,
         session_id=SessionId(session),
         model_id=model_id,

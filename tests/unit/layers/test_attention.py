@@ -1,4 +1,7 @@
-"""Attention against the definition, whole and in blocks; rotary embedding against complex numbers."""
+"""Attention in full and in blocks against the definition.
+
+Rotary embeddings against complex numbers.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -30,12 +33,12 @@ def heads(T, N=4, K=2, H=8, B=2, seed=0):
 attend = fast_jit(causal_attention, static_argnames="window")
 
 SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
-"""The score of one more key of each of four heads."""
+"""The scores of the attention sinks of four heads. A sink acts like one more key."""
 
 
 @partial(fast_jit, static_argnames=("kernel", "query_block", "key_block"))
 def values_and_gradients(x, target, start_BT, kernel, **blocks):
-    """Return a kernel's result and gradient: of whole rows, of several sequences in a row, and the same with sinks."""
+    """Return results and gradients of a kernel: whole rows, packed sequences, packed with sinks."""
 
     def loss(x, *more):
         return (kernel(*x, *more, **blocks) * target).sum()
@@ -43,8 +46,8 @@ def values_and_gradients(x, target, start_BT, kernel, **blocks):
     return [jax.value_and_grad(loss)(x, *more) for more in ((), (start_BT,), (start_BT, SINKS.reshape(2, 2)))]
 
 
-def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None, sinks=None):
-    """Loop over rows, heads and positions, in float64."""
+def attend_by_definition(q_BTNH, k_BTKH, v_BTKH, window=None, sinks=None):
+    """Compute attention with loops over rows, heads and positions, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
     out = np.zeros_like(q)
     groups = q.shape[2] // k.shape[2]
@@ -57,8 +60,8 @@ def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None, sinks=None):
     return out
 
 
-def grouped(q, k, v):
-    """Turn [B, T, heads, H] into what the two kernels take: [B, K, G, T, H] and [B, K, T, H]."""
+def group_heads(q, k, v):
+    """Reshape [B, T, heads, H] into the inputs of kernels: [B, K, G, T, H] and [B, K, T, H]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     return q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -67,7 +70,7 @@ def grouped(q, k, v):
 @pytest.mark.parametrize("length", [21, DENSE_LENGTH + 3])
 def test_attention_equals_the_definition(length):
     q, k, v = heads(T=length, B=1)
-    np.testing.assert_allclose(attend(q, k, v), by_definition(q, k, v), atol=1e-5)
+    np.testing.assert_allclose(attend(q, k, v), attend_by_definition(q, k, v), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,8 @@ def test_attention_equals_the_definition(length):
     [(4, 8, None), (3, 2, None), (32, 32, None), (4, 4, 6), pytest.param(8, 4, 3, marks=pytest.mark.slow)],
 )
 def test_blocks_change_neither_value_nor_gradient(query_block, key_block, window):
-    """Neither of whole rows nor of sequences in a row, with a window or without."""
-    x = grouped(*heads(T=21))
+    """This holds for whole rows and for packed sequences, with and without a window."""
+    x = group_heads(*heads(T=21))
     target = np.random.default_rng(1).standard_normal(x[0].shape).astype(np.float32)
     start_BT = np.array([[0] * 9 + [9] * 2 + [11] * 10, [0] * 3 + [3] * 18])
     if window is not None:
@@ -98,7 +101,7 @@ def test_packed_sequences_do_not_attend_to_each_other(length):
     got = np.asarray(attend(q, k, v, start_BT))
     for b, places in enumerate(starts):
         for start, end in zip(places, [*places[1:], length], strict=True):
-            alone = by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
+            alone = attend_by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
             np.testing.assert_allclose(got[b : b + 1, start:end], alone, atol=1e-5)
 
 
@@ -107,26 +110,26 @@ WINDOWS = (1, 5, DENSE_LENGTH, 70, 500)
 
 @pytest.mark.parametrize("more", [0, 200, -200])
 def test_a_sink_is_one_more_key_of_value_zero(more):
-    """A sink above all scores leaves nothing of the values, one below all leaves everything."""
+    """A sink above all scores removes the values. A sink below all scores changes nothing."""
     sinks = SINKS + more
     for length in (21, DENSE_LENGTH + 40):
         q, k, v = heads(T=length, B=1)
         for window in (None, 7):
             got = attend(q, k, v, sinks_N=sinks, window=window)
-            np.testing.assert_allclose(got, by_definition(q, k, v, window, sinks), atol=1e-5)
+            np.testing.assert_allclose(got, attend_by_definition(q, k, v, window, sinks), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_hides_what_is_further_back(window):
-    """Also from sequences in a row, in both kernels."""
+    """This also holds for packed sequences, in both kernels."""
     for length in (21, 3 * DENSE_LENGTH + 5):
         q, k, v = heads(T=length, B=1)
-        np.testing.assert_allclose(attend(q, k, v, window=window), by_definition(q, k, v, window), atol=1e-5)
+        np.testing.assert_allclose(attend(q, k, v, window=window), attend_by_definition(q, k, v, window), atol=1e-5)
         places = [0, 3, length // 2, length]
         start_BT = np.repeat(places[:-1], np.diff(places))[None].astype(np.int32)
         got = np.asarray(attend(q, k, v, start_BT, window=window))
         for start, end in pairwise(places):
-            alone = by_definition(*(x[:, start:end] for x in (q, k, v)), window)
+            alone = attend_by_definition(*(x[:, start:end] for x in (q, k, v)), window)
             np.testing.assert_allclose(got[:, start:end], alone, atol=1e-5)
 
 
@@ -135,30 +138,34 @@ def test_a_window_hides_what_is_further_back(window):
     "window", [*(5, 70, None), *(pytest.param(size, marks=pytest.mark.slow) for size in (1, DENSE_LENGTH, 500))]
 )
 def test_chunks_and_steps_have_the_same_windows_and_sinks(window, has_sinks):
-    """Positions that are not written hold NaN; one row is at the end of a chunk, one within."""
-    length, chunk, held = 230, 64, 192  # positions, tokens of a chunk, positions in the cache
+    """Unwritten positions hold NaN. One row ends at the end of a chunk, one within a chunk."""
+    length, chunk, num_cached = 230, 64, 192  # positions, tokens of a chunk, positions in the cache
     q, k, v = heads(T=length, B=2)
     sinks = SINKS if has_sinks else None
-    whole = by_definition(q, k, v, window, sinks)
-    for start in range(0, held, chunk):
+    whole = attend_by_definition(q, k, v, window, sinks)
+    for start in range(0, num_cached, chunk):
         here = slice(start, start + chunk)
         new = (x[:, here] for x in (q, k, v))
-        got = chunk_after(*new, past_of(k, v, start), np.int32(start), sinks, window=window)
+        got = attend_chunk(*new, make_past(k, v, start), np.int32(start), sinks, window=window)
         np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
 
-    start_S, recent = np.array([held, held - 20], np.int32), 7  # the last tokens of each row lie apart
+    # The newest tokens of each row are stored separately.
+    start_S, recent = np.array([num_cached, num_cached - 20], np.int32), 7
     row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
     newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=v[row_S1, token_ST].swapaxes(1, 2))
     position_S = start_S + recent - 1
     new = [x[np.arange(2), position_S] for x in (q, k, v)]
     for in_segments in (False, True):
-        past = past_of(k, v, held, unwritten=0.0 if in_segments else np.nan)
-        got = step_after(*new, past, newest, start_S, sinks, window=window, in_segments=in_segments)
+        past = make_past(k, v, num_cached, unwritten=0.0 if in_segments else np.nan)
+        got = attend_step(*new, past, newest, start_S, sinks, window=window, in_segments=in_segments)
         np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
 
-def past_of(k: np.ndarray, v: np.ndarray | None, size: int, *, unwritten: float = np.nan) -> KeyValues:
-    """Return the first `size` positions of keys and values [B, T, K, H] in pages of 64, of 256 positions."""
+def make_past(k: np.ndarray, v: np.ndarray | None, size: int, *, unwritten: float = np.nan) -> KeyValues:
+    """Return the first `size` positions of keys and values [B, T, K, H] in pages of 64.
+
+    The pages have 256 positions for each row.
+    """
 
     def put(x: np.ndarray) -> np.ndarray:
         rows = np.full((1, x.shape[0], x.shape[2], 256, x.shape[3]), unwritten, np.float32)
@@ -169,23 +176,23 @@ def past_of(k: np.ndarray, v: np.ndarray | None, size: int, *, unwritten: float 
 
 
 @partial(fast_jit, static_argnames="window")
-def chunk_after(q, k, v, past, start, sinks=None, *, window=None):
+def attend_chunk(q, k, v, past, start, sinks=None, *, window=None):
     pages = Pages(past, np.int32(0), make_table(2, 4).page_BM)
     return PrefillLayerCache(pages, (), start).attend(q, k, v, sinks, window=window)[0]
 
 
 @partial(fast_jit, static_argnames=("window", "in_segments"))
-def step_after(q, k, v, past, newest, start_S, sinks=None, *, window=None, in_segments):
-    """Decode the last of the new tokens [S, ...]; the others are in `newest`."""
+def attend_step(q, k, v, past, newest, start_S, sinks=None, *, window=None, in_segments):
+    """Decode the last of the new tokens [S, ...]. The tokens before it are in `newest`."""
     pages, num_before = Pages(past, 0, make_table(2, 4).page_BM), jnp.int32(newest.k.shape[2] - 1)
     before = jax.tree.map(lambda leaf: leaf.at[:, :, -1].set(jnp.nan), jax.tree.map(jnp.asarray, newest))
-    held = DecodeLayerCache(read_segments(pages, 256) if in_segments else pages, before, (), start_S, num_before)
-    return held.attend(q, k, v, sinks, window=window)[0]
+    layer_cache = DecodeLayerCache(read_segments(pages, 256) if in_segments else pages, before, (), start_S, num_before)
+    return layer_cache.attend(q, k, v, sinks, window=window)[0]
 
 
 @pytest.mark.parametrize("length", [50, 150])
 def test_values_may_be_narrower_than_keys(length):
-    """Covers all scores at once, and blocks with their gradient: as with values that end in zeros."""
+    """Covers dense and blocked attention with gradients, compared with values that end in zeros."""
     q, k, v = heads(length)
     wide = v * (np.arange(8) < 5)
     target = np.random.default_rng(1).standard_normal((2, length, 4, 8)).astype(np.float32)
@@ -203,28 +210,28 @@ def test_values_may_be_narrower_than_keys(length):
 
 
 def test_keys_may_be_the_values_too():
-    """As latents: chunks and steps read one array. Positions that are not written hold NaN."""
-    length, chunk, held, recent = 150, 64, 128, 7
+    """In latent attention, chunks and steps read one array. Unwritten positions hold NaN."""
+    length, chunk, num_cached, recent = 150, 64, 128, 7
     q, k, _ = heads(T=length, B=2, K=1)
-    whole = by_definition(q, k, k)
-    for start in range(0, held, chunk):
+    whole = attend_by_definition(q, k, k)
+    for start in range(0, num_cached, chunk):
         here = slice(start, start + chunk)
-        got = chunk_after(q[:, here], k[:, here], None, past_of(k, None, start), np.int32(start))
+        got = attend_chunk(q[:, here], k[:, here], None, make_past(k, None, start), np.int32(start))
         np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
 
-    start_S = np.array([held, held - 20], np.int32)
+    start_S = np.array([num_cached, num_cached - 20], np.int32)
     row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
     newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=None)
     position_S = start_S + recent - 1
     new = [x[np.arange(2), position_S] for x in (q, k)]
     for in_segments in (False, True):
-        past = past_of(k, None, held, unwritten=0.0 if in_segments else np.nan)
-        got = step_after(*new, None, past, newest, start_S, in_segments=in_segments)
+        past = make_past(k, None, num_cached, unwritten=0.0 if in_segments else np.nan)
+        got = attend_step(*new, None, past, newest, start_S, in_segments=in_segments)
         np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
 
 def test_long_rows_stay_within_memory():
-    """With 16,384 tokens the scores of all pairs would take 4 GiB for four heads."""
+    """The scores of all pairs of 16,384 tokens would take 4 GiB for four heads."""
     shapes = [jax.ShapeDtypeStruct((1, 16384, n, 8), jnp.float32) for n in (4, 1, 1)]
     gradient = jax.jit(jax.grad(lambda q, k, v: causal_attention(q, k, v).sum(), argnums=(0, 1, 2)))
     assert gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes < 100e6
@@ -267,7 +274,10 @@ GPT_OSS_ROPE = Rope(150000.0, "yarn", factor=32.0, original_max_position_embeddi
 
 
 def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
-    """Pairs below `low` turn more than 32 times within 4,096 positions, those above `high` less than once."""
+    """Pairs below `low` turn over 32 times within 4,096 positions.
+
+    Pairs above `high` turn less than once.
+    """
     plain = Rope(theta=150000.0).compute_frequencies(64)
     ratio = plain / GPT_OSS_ROPE.compute_frequencies(64)
     turns = 4096 * plain / (2 * np.pi)

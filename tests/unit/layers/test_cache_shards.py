@@ -1,4 +1,4 @@
-"""Shards of the cache read, write and copy what their rows have, without the pages of others."""
+"""Shards of the cache read, write and copy only the pages of their rows."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.support.child_process import run_in_own_process
 from tests.support.paged_arrays import get_positions, make_table, split_into_pages, split_into_shards
 
 L, K, C, P, H = 2, 2, 8, 4, 4
-"""Layers, kv heads, positions of a row, and of a page, dims."""
+"""Layers, kv heads, positions of a row, positions of a page, dims."""
 
 
 def some(*shape: int, seed: int = 0) -> np.ndarray:
@@ -27,7 +27,7 @@ def keys_and_values(*shape: int, seed: int = 0) -> KeyValues:
 
 
 def _cache_on_shards(_: Path) -> None:
-    """Compare what is read, copied and written by two shards with one device that has the pages of both."""
+    """Compare reads, copies and writes of two shards with one device that has the pages of both."""
     jax.config.update("jax_num_cpu_devices", 4)
     layout = make_layout(MeshConfig(ep=2, tp=2))
     rows, table = keys_and_values(L, 4, K, C, H), make_table(4, C // P)
@@ -40,7 +40,7 @@ def _cache_on_shards(_: Path) -> None:
     sharded = LayerCache(positions=positions), LayerCache(fixed={"state": states[:, [0, 1, 2, 0, 3, 4]]})
 
     def rows_and_states(cache: Cache, table: BlockTable) -> list[np.ndarray]:
-        """Return what rows have, without the shards' numbers."""
+        """Return the positions and states of all rows, independent of the numbers of pages."""
         shard_S = np.repeat(np.arange(2), 2) * (table is local)
         own = table.replace(
             page_BM=table.page_BM + (shard_S * 5)[:, None] * (np.asarray(table.page_BM) > 0),
@@ -53,6 +53,7 @@ def _cache_on_shards(_: Path) -> None:
             np.testing.assert_array_equal(got, wanted)
 
     compare(whole, sharded)
+
     both = (whole, table, UNSHARDED), (sharded, local, layout)
     new = (
         LayerCache(positions=keys_and_values(L, 4, K, 3, H, seed=5)),
@@ -60,10 +61,10 @@ def _cache_on_shards(_: Path) -> None:
     )
     write, start_S = jax.jit(cache_state.write_cache, static_argnames="layout"), np.array([0, 3, 5, 1], np.int32)
     for size in (np.int32(2), np.array([2, 0, 1, 3], np.int32)):
-        one, many = (write(cache, new, own, start_S, size, layout=each) for cache, own, each in both)
+        one, many = (write(cache, new, own, start_S, size, layout=placement) for cache, own, placement in both)
         compare(one, many)
     read = jax.jit(cache_state.read_states, static_argnames="layout")
-    one, many = (read(cache, own, layout=each) for cache, own, each in both)
+    one, many = (read(cache, own, layout=placement) for cache, own, placement in both)
     jax.tree.map(np.testing.assert_array_equal, many, one)
     # The third row becomes a copy of the fourth.
     copy = jax.jit(cache_state.copy_pages, static_argnames="layout")
@@ -71,6 +72,7 @@ def _cache_on_shards(_: Path) -> None:
     nothing = np.zeros_like
     lists = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]
     copied = copy(sharded, *lists, layout=layout)
+
     for leaf in rows_and_states(copied, local):
         np.testing.assert_array_equal(leaf[:, 2], leaf[:, 3])
     for got, wanted in zip(rows_and_states(copied, local), rows_and_states(sharded, local), strict=True):

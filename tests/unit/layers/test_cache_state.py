@@ -1,4 +1,4 @@
-"""A slice of decoding reads the cache, and adds to it when it ends; state of fixed size moves with the positions."""
+"""A decode slice reads the cache and adds to it when it ends. States move with the positions."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.support.fast_jit import fast_jit
 from tests.support.paged_arrays import get_positions, join_pages, make_table, split_into_pages
 
 L, S, K, C, P, H = 2, 3, 2, 8, 4, 4
-"""Layers, rows, kv heads, positions of a row, and of a page, dims."""
+"""Layers, rows, kv heads, positions of a row, positions of a page, dims."""
 TABLE = make_table(S, C // P)
 
 
@@ -28,7 +28,7 @@ def keys_and_values(*shape: int, seed: int = 0) -> KeyValues:
 
 
 def hybrid(seed: int = 0) -> Cache:
-    """Return the cache of two stacks: one of attention, and one that only has a state."""
+    """Return the cache of a stack with attention and a stack that only has a state."""
     state = {"state": some(3, 1 + S, 5, seed=seed + 2)}
     positions = split_into_pages(keys_and_values(L, S, K, C, H, seed=seed), P)
     return LayerCache(positions=positions), LayerCache(fixed=state)
@@ -36,52 +36,58 @@ def hybrid(seed: int = 0) -> Cache:
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
-    """The second row has no page for what it writes from position 4 on."""
+    """The second row has no page for the positions that it writes, which begin at 4."""
     cache, table = hybrid(), TABLE.replace(page_BM=TABLE.page_BM.at[1, 1].set(0))
     start_S = np.array([0, 4, 7])
     new = [keys_and_values(L, S, K, H, seed=20 + n) for n in range(3)]
 
     @fast_jit
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
-        """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
+        """Return the past of layer 1 and the cache after a slice that keeps two of three tokens."""
         if by_layer:
             opened = cache_state.open_decode_slice_by_layer(cache, table, start_S, read_length=C, max_tokens=3)
         else:
             opened = cache_state.open_decode_slice(cache, table, start_S, max_tokens=3)
+
         past = opened.get_layer(0, 1, ()).past
         read = past.read_block(0, 2) if isinstance(past, Pages) else past[0]
         assert opened.get_layer(1, 1, "state").fixed == "state"
-        for n, each in enumerate(new):
+
+        for n, token in enumerate(new):
             layers = [
                 LayerCache(
-                    append_token(opened.get_layer(0, i, ()).recent, jax.tree.map(lambda leaf, at=i: leaf[at], each), n)
+                    append_token(opened.get_layer(0, i, ()).recent, jax.tree.map(lambda leaf, at=i: leaf[at], token), n)
                 )
                 for i in range(L)
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
+
         return read, cache_state.close_decode_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
 
     past, after = slice_of_three(cache, start_S, new)
     before = join_pages(cache[0].positions, table)
     np.testing.assert_array_equal(past.k, np.swapaxes(before.k[1], 2, 3) if by_layer else before.k[1])
     np.testing.assert_array_equal(past.v, before.v[1])
+
     for name in ("k", "v"):
         expected = np.array(getattr(before, name))
         for n in range(2):
             for row, start in ((0, 0), (2, 7)):
-                if start + n < C:  # beyond, nothing is written
+                if start + n < C:  # nothing is written after the last position
                     expected[:, row, :, start + n] = getattr(new[n], name)[:, row]
+
         np.testing.assert_array_equal(getattr(get_positions(after, table)[0], name), expected)
         assert not np.asarray(getattr(after[0].positions, name))[:, 0].any(), "the empty page"
         np.testing.assert_array_equal(getattr(after[0].positions, name)[:, 5], getattr(cache[0].positions, name)[:, 5])
+
     states = np.array(cache[1].fixed["state"])
     states[:, 1:] *= 8
     np.testing.assert_array_equal(after[1].fixed["state"], states)
 
 
 def test_rows_read_and_write_their_pages_and_states_and_no_other():
-    """Rows of the third sample and of the first, and one without a sample."""
+    """The rows are the third sample, the first sample, and a row without a sample."""
     cache = hybrid()
     table = BlockTable(TABLE.page_BM[jnp.array([2, 0, 0])].at[2].set(0), jnp.array([3, 1, 0]))
 
@@ -113,12 +119,14 @@ def test_pages_and_states_are_copied_and_cleared():
     cache[1].fixed["state"][:, 0] = 0
     pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
-    pages[2:] = states[2:] = -1  # beyond the count
+    pages[2:] = states[2:] = -1  # entries after the count are ignored
     copied = fast_jit(cache_state.copy_pages)(cache, pages[None], np.array([2]), states[None], np.array([2]))
+
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
         np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
         np.testing.assert_array_equal(got[:, -2], given[:, 3])
         assert not np.asarray(got[:, -1]).any()
+
     got, given = copied[1].fixed["state"], cache[1].fixed["state"]
     np.testing.assert_array_equal(got[:, -1], given[:, 2])
     assert not np.asarray(got[:, 2]).any() and np.isnan(got[:, -2]).all()
@@ -138,9 +146,9 @@ def test_segments_double():
         )
 
     past = segments(cache)
-    assert [each.v.shape[2] for each in past] == [128, 128, 256, 192]
-    np.testing.assert_array_equal(np.concatenate([each.v for each in past], 2), given.v[0])
-    np.testing.assert_array_equal(np.concatenate([each.k for each in past], 3), np.swapaxes(given.k[0], 2, 3))
+    assert [segment.v.shape[2] for segment in past] == [128, 128, 256, 192]
+    np.testing.assert_array_equal(np.concatenate([segment.v for segment in past], 2), given.v[0])
+    np.testing.assert_array_equal(np.concatenate([segment.k for segment in past], 3), np.swapaxes(given.k[0], 2, 3))
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), pytest.param(2, 64, marks=pytest.mark.slow), (8, 128)])
@@ -160,12 +168,12 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
         return attend_segments(q_SNH, opened.get_layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
 
     short, *longer = (read(cache, q_SNH, recent, read_length=length) for length in (128, 256, 1024))
-    for each in longer:
-        np.testing.assert_array_equal(each, short)
+    for result in longer:
+        np.testing.assert_array_equal(result, short)
 
 
 def test_longer_rows_change_no_bit_of_attention_over_pages():
-    """The loop ends with the longest row."""
+    """The loop over pages ends with the longest row."""
     rows = keys_and_values(1, 4, 2, 1024, 16)
     cache, table = (LayerCache(positions=split_into_pages(rows, 64)),), make_table(4, 16)
     new = some(4, 4, 16, seed=2), some(4, 2, 16, seed=3), some(4, 2, 16, seed=4)
@@ -183,7 +191,10 @@ def test_longer_rows_change_no_bit_of_attention_over_pages():
 
 @pytest.mark.parametrize(("num_tokens", "page_size", "num_rows"), [(4, 8, 5), (16, 8, 3), (17, 8, 3), (1, 8, 4)])
 def test_pages_are_written_as_positions_are(num_tokens, page_size, num_rows):
-    """On TPU whole pages are written. Rows lack pages, or end within one, and may begin anywhere."""
+    """On TPU, whole pages are written.
+
+    Rows lack pages or end within one, and may begin anywhere.
+    """
     g, pages_of_row = np.random.default_rng(num_tokens), 4
     into = jnp.asarray(g.standard_normal((2, 21, 3, page_size, 4)), jnp.float32)
     new = jnp.asarray(g.standard_normal((2, num_rows, 3, num_tokens, 4)), jnp.float32)

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks equals its recurrence, token by token."""
+"""The gated delta rule computed in chunks equals its token-by-token recurrence."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from tests.support.fast_jit import fast_jit
 
 K, G, D, E = 2, 2, 16, 8
 LENGTHS = 70, 5, 130, 64, 1, 27
-"""Restarts within a chunk and at its border, an example of one token, and one that spans three chunks."""
+"""Restarts within a chunk and at its border, a single token, and a sequence across three chunks."""
 STARTS = np.cumsum([0, *LENGTHS])
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -26,11 +26,11 @@ def draw(num_rows: int, length: int, seed: int = 0) -> Inputs:
     """Return queries, keys, values, betas and decays, as the layer makes them."""
     generator = np.random.default_rng(seed)
     q, k = (generator.standard_normal((num_rows, length, K, D)) for _ in range(2))
-    q, k = (each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (q, k))
+    q, k = (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True) for vectors in (q, k))
     v = generator.standard_normal((num_rows, length, K, G, E))
     beta = generator.uniform(0.0, 1.0, (num_rows, length, K, G))
     decay = -generator.uniform(0.0, 0.3, (num_rows, length, K, G))
-    return tuple(jnp.asarray(each, jnp.float32) for each in (q, k, v, beta, decay))
+    return tuple(jnp.asarray(array, jnp.float32) for array in (q, k, v, beta, decay))
 
 
 def draw_state(num_rows: int) -> jax.Array:
@@ -48,7 +48,7 @@ def by_steps(inputs: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         o, state = delta_step(*token, state)
         return state, o
 
-    state, o_TB = jax.lax.scan(one, state, tuple(jnp.moveaxis(each, 1, 0) for each in inputs))
+    state, o_TB = jax.lax.scan(one, state, tuple(jnp.moveaxis(array, 1, 0) for array in inputs))
     return jnp.moveaxis(o_TB, 0, 1), state
 
 
@@ -63,8 +63,8 @@ def assert_close(found: object, wanted: object) -> None:
 
 def test_a_step_is_the_formula() -> None:
     inputs, state = draw(1, 1), draw_state(1)
-    q, k, v, beta, decay = (np.asarray(each[0, 0], np.float64) for each in inputs)
-    o, new = delta_step(*(each[:, 0] for each in inputs), state)
+    q, k, v, beta, decay = (np.asarray(array[0, 0], np.float64) for array in inputs)
+    o, new = delta_step(*(array[:, 0] for array in inputs), state)
     for head, group in np.ndindex(K, G):
         wanted = np.exp(decay[head, group]) * np.asarray(state[0, head, group], np.float64)
         learned = beta[head, group] * (v[head, group] - wanted.T @ k[head])
@@ -106,21 +106,21 @@ def test_gradients_by_chunks_equal_those_by_steps(together: bool) -> None:
     assert_close(gradients(lambda inputs, state: delta_rule(*inputs, state, together=together)), gradients(by_steps))
 
 
-def packed_start() -> jax.Array:
+def make_packed_start() -> jax.Array:
     return jnp.asarray(np.repeat(STARTS[:-1], LENGTHS))[None]
 
 
-def apart(inputs: Inputs) -> list[Inputs]:
+def split_sequences(inputs: Inputs) -> list[Inputs]:
     """Return the inputs of each sequence of the packed row."""
-    return [tuple(each[:, start:stop] for each in inputs) for start, stop in pairwise(STARTS)]
+    return [tuple(array[:, start:stop] for array in inputs) for start, stop in pairwise(STARTS)]
 
 
 def run_packed(inputs: Inputs, *, together: bool = False) -> jax.Array:
-    return delta_rule(*inputs, zeros(1), ChunkMasks.from_starts(packed_start()), together=together)[0]
+    return delta_rule(*inputs, zeros(1), ChunkMasks.from_starts(make_packed_start()), together=together)[0]
 
 
 def run_apart(inputs: Inputs) -> jax.Array:
-    return jnp.concatenate([by_steps(each, zeros(1))[0] for each in apart(inputs)], axis=1)
+    return jnp.concatenate([by_steps(sequence, zeros(1))[0] for sequence in split_sequences(inputs)], axis=1)
 
 
 @BOTH_WAYS
@@ -158,14 +158,14 @@ def test_padding_leaves_the_state(size: int) -> None:
     is_token = (jnp.arange(2 * CHUNK_POSITIONS) < size)[:, None, None]
     padded = *qkv, jnp.where(is_token, beta, 0.0), jnp.where(is_token, decay, 0.0)
     o, state = run_chunks(*padded, draw_state(2))
-    assert_close((o[:, :size], state), run_chunks(*(each[:, :size] for each in padded), draw_state(2)))
+    assert_close((o[:, :size], state), run_chunks(*(array[:, :size] for array in padded), draw_state(2)))
 
 
 @pytest.mark.parametrize("cut", [1, 30, CHUNK_POSITIONS, CHUNK_POSITIONS + 1])
 def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
     inputs, state = draw(2, 2 * CHUNK_POSITIONS), draw_state(2)
-    first, between = run_chunks(*(each[:, :cut] for each in inputs), state)
-    second, last = run_chunks(*(each[:, cut:] for each in inputs), between)
+    first, between = run_chunks(*(array[:, :cut] for array in inputs), state)
+    second, last = run_chunks(*(array[:, cut:] for array in inputs), between)
     assert_close((jnp.concatenate([first, second], axis=1), last), run_chunks(*inputs, state))
 
 
@@ -183,6 +183,7 @@ def test_equal_keys_are_exact(beta: float) -> None:
     rates = jnp.full(v.shape[:-1], beta), jnp.zeros(v.shape[:-1])
     o, state = run_chunks(q, k, v, *rates, zeros(1))
     wanted = np.zeros((K, G, D, E))
+
     for index in range(v.shape[1]):
         key = np.asarray(k[0, index], np.float64)[:, None]
         learned = beta * (
@@ -191,6 +192,7 @@ def test_equal_keys_are_exact(beta: float) -> None:
         wanted = wanted + np.einsum("kgd,kge->kgde", key + np.zeros((K, G, D)), learned)
         read = np.einsum("kgde,kd->kge", wanted, np.asarray(q[0, index], np.float64))
         np.testing.assert_allclose(o[0, index], read, **CLOSE)
+
     np.testing.assert_allclose(state[0], wanted, **CLOSE)
 
 

@@ -1,6 +1,6 @@
-"""Experts by a kernel that multiplies tiles, in interpret mode on CPU, against products of XLA.
+"""Experts by a kernel that multiplies tiles, compared with products of XLA.
 
-On an accelerator the kernel of its own is compiled and run (`make gpu`).
+The kernel runs in interpret mode on CPU. On an accelerator it is compiled (`make gpu`).
 """
 
 from functools import partial
@@ -16,15 +16,15 @@ from skyrl_tx.layers.kernels.registry import EXPERTS_KERNELS, MOSAIC_EXPERTS, TR
 from skyrl_tx.layers.lora import LoraPair, RowSlots
 from skyrl_tx.layers.moe import apply_mixture
 from tests.support.fast_jit import fast_jit
-from tests.unit.layers.test_moe import D, E, one_adapter, pool_of
+from tests.unit.layers.test_moe import D, E, make_pool, one_adapter
 
 ROUTING = Routing(num_experts=E, num_chosen=2, renormalizes=True)
 BOTH = pytest.mark.parametrize("kernel", [TRITON_EXPERTS, MOSAIC_EXPERTS], ids=["triton", "mosaic"])
 
 
-def kernels_with(kernel: ExpertsKernel) -> Kernels:
+def make_kernels(kernel: ExpertsKernel) -> Kernels:
     platform = jax.default_backend()
-    if platform != "cpu" and (platform, kernel) not in [(name, each) for (name, _), each in EXPERTS_KERNELS.items()]:
+    if platform != "cpu" and (platform, kernel) not in [(name, known) for (name, _), known in EXPERTS_KERNELS.items()]:
         pytest.skip(f"{kernel.name} is not for {platform}")
     return Kernels(experts=kernel, interpret=platform == "cpu")
 
@@ -45,20 +45,25 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def test_each_tile_is_multiplied_with_its_matrices(
     rows: int, inputs: int, outputs: int, rank: int, transposed: bool, kernel: ExpertsKernel
 ):
-    """Dims need not fill blocks; what follows the last tile in use is zero, whatever is in it."""
+    """Dims need not fill blocks.
+
+    Rows after the last used tile are zero, even if their input is NaN.
+    """
     x, narrow = normal(0, 5, rows, inputs), normal(1, 5, rows, rank)
     matrices, others = normal(2, 3, inputs, outputs), normal(3, 7, rank, outputs)
     index, own = np.array([2, 2, 0, 1, 1], np.int32), np.array([6, 0, 0, 3, 5], np.int32)
     wanted = np.einsum("wpi,wio->wpo", x, matrices[index]) + np.einsum("wpr,wro->wpo", narrow, others[own])
     if transposed:
-        matrices, others = (np.swapaxes(each, 1, 2) for each in (matrices, others))
+        matrices, others = (np.swapaxes(array, 1, 2) for array in (matrices, others))
     x[4:] = np.nan
-    multiply = kernels_with(kernel).get_tile_kernel()
+    multiply = make_kernels(kernel).get_tile_kernel()
     assert multiply is not None
+
     with jax.default_matmul_precision("highest"):
         added = AddedProducts(*map(jnp.asarray, (narrow, others, own)))
         found = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), added, transposed=transposed)
         alone = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), transposed=transposed)
+
     np.testing.assert_allclose(found[:4], wanted[:4], rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(found[4:], 0)
     assert found.dtype == jnp.float32 and np.abs(found[:4] - alone[:4]).max() > 0.1
@@ -74,14 +79,14 @@ def experts(*, is_gated: bool = True, has_bias: bool = False) -> ExpertWeights:
 
 @partial(fast_jit, static_argnames="kernels")
 def value_and_gradient(x, router, weights, adapters, slope, kernels):
-    """Return the mixture, and with adapters its gradient by tokens, router and factors."""
+    """Return the mixture and, with adapters, its gradient by tokens, router and factors."""
     if adapters is None:
         return apply_mixture(x, router, weights, None, ROUTING, kernels=kernels)
 
-    def of(x: jax.Array, router: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
+    def compute(x: jax.Array, router: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
         return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, kernels=kernels)
 
-    y, pull = jax.vjp(of, x, router, dict(adapters.pairs))
+    y, pull = jax.vjp(compute, x, router, dict(adapters.pairs))
     return y, pull(slope)
 
 
@@ -108,7 +113,8 @@ def test_values_and_gradients_are_those_of_xla(
         adapters = adapters.replace(pairs={name: adapters.pairs[name] for name in weights.maps})
     with jax.default_matmul_precision("highest"):
         wanted, found = (
-            value_and_gradient(x, router, weights, adapters, slope, each) for each in (Kernels(), kernels_with(kernel))
+            value_and_gradient(x, router, weights, adapters, slope, kernels)
+            for kernels in (Kernels(), make_kernels(kernel))
         )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
@@ -118,10 +124,10 @@ def test_values_and_gradients_are_those_of_xla(
 @BOTH
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKernel):
-    """And no bit of a row depends on those of another slot."""
+    """No bit of a row depends on the adapters in other slots."""
     x, router, weights = normal(3, 8, D), normal(9, E, D), experts()
     slots, layer = RowSlots(slot_G=np.array([0, 1], np.int32)), jnp.int32(1)
-    pools = [pool_of([one_adapter(20, shares=shares), one_adapter(seed, shares=shares)], 1) for seed in (40, 60)]
+    pools = [make_pool([one_adapter(20, shares=shares), one_adapter(seed, shares=shares)], 1) for seed in (40, 60)]
 
     @partial(fast_jit, static_argnames="kernels")
     def run(pool, kernels):
@@ -129,7 +135,7 @@ def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKerne
         return apply_mixture(x, router, weights, own, ROUTING, kernels=kernels)
 
     with jax.default_matmul_precision("highest"):
-        found, other = (run(pool, kernels_with(kernel)) for pool in pools)
+        found, other = (run(pool, make_kernels(kernel)) for pool in pools)
         wanted = run(pools[0], Kernels())
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
     np.testing.assert_array_equal(found[:4], other[:4])
@@ -138,10 +144,10 @@ def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKerne
 
 @BOTH
 def test_no_token_changes_a_bit_of_another(kernel: ExpertsKernel):
-    """Other tokens move a token to another tile, or to another place of its tile."""
+    """Other tokens move a token to another tile, or to another position in its tile."""
     x, others, router, weights = normal(3, 300, D), normal(5, 300, D), normal(9, E, D), experts()
     others[::7] = x[::7]
-    run = fast_jit(lambda x: apply_mixture(x, router, weights, one_adapter(20), ROUTING, kernels=kernels_with(kernel)))
+    run = fast_jit(lambda x: apply_mixture(x, router, weights, one_adapter(20), ROUTING, kernels=make_kernels(kernel)))
     one, two = run(x), run(others)
     np.testing.assert_array_equal(one[::7], two[::7])
     assert np.all(np.any(np.asarray(one)[1:7] != np.asarray(two)[1:7], axis=1))
@@ -158,12 +164,12 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_xla(kernel: Exp
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
         return [float(np.linalg.norm(np.float32(a) - b) / np.linalg.norm(b)) for a, b in pairs]
 
-    for ours, theirs in zip(distances(kernels_with(kernel)), distances(Kernels()), strict=True):
+    for ours, theirs in zip(distances(make_kernels(kernel)), distances(Kernels()), strict=True):
         assert ours < 1.5 * theirs + 1e-3 and theirs < 0.02
 
 
 def test_most_experts_of_few_visits_have_one_tile():
-    """The matrices of 128 experts are read once for 256 tokens that go to eight of them each."""
+    """The matrices of 128 experts are read once for 256 tokens with eight experts each."""
     assert (
         choose_tile_size(256 * 8, 128, 16) == 32
         and choose_tile_size(16, 128, 16) == 16

@@ -1,6 +1,6 @@
-"""Attention kernels against the loops: packed rows, windows, sinks, and what they refuse.
+"""Attention kernels against the loops: packed rows, windows, sinks, and unsupported heads.
 
-In interpret mode on CPU; on an accelerator the kernel of its own is compiled and run (`make gpu`).
+The kernels run in interpret mode on CPU. On an accelerator they are compiled (`make gpu`).
 """
 
 from functools import partial
@@ -17,19 +17,19 @@ from tests.support.fast_jit import fast_jit
 KERNELS = [(platform, kernel) for (platform, _), kernel in ATTENTION_KERNELS.items()]
 LENGTHS = 70, 5, 130, 64, 1, 27
 NUM_TOKENS = sum(LENGTHS) + 13
-"""With padding, which is one more sequence."""
+"""Includes padding, which is one more sequence."""
 
 
-def starts_of(*lengths: int) -> np.ndarray:
-    """Return the start of each position of a row of NUM_TOKENS."""
+def make_starts(*lengths: int) -> np.ndarray:
+    """Return the start of the sequence for each position of a row of NUM_TOKENS."""
     starts = np.repeat(np.cumsum((0, *lengths[:-1])), lengths)
     return np.concatenate([starts, np.full(NUM_TOKENS - starts.size, starts.size)]).astype(np.int32)
 
 
-START_BT = np.stack([starts_of(*LENGTHS), starts_of(100)])
+START_BT = np.stack([make_starts(*LENGTHS), make_starts(100)])
 
 
-def drawn(key_dim: int, value_dim: int, seed: int = 0) -> list[np.ndarray]:
+def draw_inputs(key_dim: int, value_dim: int, seed: int = 0) -> list[np.ndarray]:
     """Return queries of four heads, and keys and values of two."""
     g = np.random.default_rng(seed)
     sizes = (4, key_dim), (2, key_dim), (2, value_dim)
@@ -40,7 +40,7 @@ SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 
 
 def attention(heads: Heads, kernel: AttentionKernel | None):
-    """Return attention over arrays."""
+    """Return a function that computes attention over arrays."""
     platform = jax.default_backend()
     if kernel is not None and platform != "cpu" and (platform, kernel) not in KERNELS:
         pytest.skip(f"{kernel.name} is not for {platform}")
@@ -52,7 +52,7 @@ def attention(heads: Heads, kernel: AttentionKernel | None):
 
 @partial(fast_jit, static_argnames=("heads", "kernel"))
 def values_and_gradients(x, start_BT, target, heads, kernel):
-    """Return the output, and the gradients of its product with a target."""
+    """Return the output and the gradients of its product with a target."""
     out, backward = jax.vjp(lambda *x: attention(heads, kernel)(*x, start_BT), *x)
     return out, *backward(target)
 
@@ -73,7 +73,7 @@ def values_and_gradients(x, start_BT, target, heads, kernel):
     ],
 )
 def test_a_kernel_computes_packed_rows_as_the_loops_do(kernel, heads):
-    x = drawn(heads.key_dim, heads.value_dim)
+    x = draw_inputs(heads.key_dim, heads.value_dim)
     target = np.random.default_rng(1).standard_normal((2, NUM_TOKENS, 4, heads.value_dim)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
         wanted = values_and_gradients(x, START_BT, target, heads, None)
@@ -85,7 +85,10 @@ def test_a_kernel_computes_packed_rows_as_the_loops_do(kernel, heads):
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_blocks_that_all_see_need_no_mask_and_blocks_that_none_sees_are_not_computed(window):
-    """A row of several blocks on each side of a boundary; keys before a start are not numbers."""
+    """The row has multiple blocks on each side of a boundary.
+
+    Keys before a start are set to NaN.
+    """
     g, start_BT = np.random.default_rng(0), np.repeat([0, 150, 850], [150, 700, 150]).astype(np.int32)[None]
     q, k, v, target = (g.standard_normal((1, 1000, heads, 64)).astype(np.float32) for heads in (4, 2, 2, 4))
     heads = Heads(64, 64, window=window)
@@ -101,18 +104,19 @@ def test_blocks_that_all_see_need_no_mask_and_blocks_that_none_sees_are_not_comp
 
 @pytest.mark.parametrize("kernel", [SPLASH, TRITON])
 def test_neither_rows_nor_sequences_change_a_bit_of_each_other(kernel):
-    """All values and gradients of a sequence are the same, whatever its neighbours are and how they lie."""
+    """A sequence has the same values and gradients next to any neighbours, in any arrangement."""
     heads, own = Heads(64, 64), slice(75, 205)  # the sequence of 130
-    first, second = drawn(64, 64), drawn(64, 64, seed=1)
+    first, second = draw_inputs(64, 64), draw_inputs(64, 64, seed=1)
     target = np.random.default_rng(2).standard_normal((2, NUM_TOKENS, 4, 64)).astype(np.float32)
     others = [np.array(y) for y in second]
     for mine, theirs in zip(first, others, strict=True):
         theirs[0, own] = mine[0, own]
     other_target = np.array(target[::-1])
     other_target[0, own] = target[0, own]
-    other_start = np.stack([starts_of(10, 65, 130, 2, 80), starts_of(*LENGTHS)])
+    other_start = np.stack([make_starts(10, 65, 130, 2, 80), make_starts(*LENGTHS)])
     one = values_and_gradients(first, START_BT, target, heads, kernel)
     two = values_and_gradients(others, other_start, other_target, heads, kernel)
+
     for x, y in zip(one, two, strict=True):
         np.testing.assert_array_equal(x[0, own], y[0, own])
         assert np.any(x[0] != y[0])
@@ -120,9 +124,12 @@ def test_neither_rows_nor_sequences_change_a_bit_of_each_other(kernel):
 
 @pytest.mark.parametrize("kernel", [SPLASH, TRITON])
 def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loops(kernel):
-    """Twice the loops' distance, because a kernel also rounds its output, and splash its scaled queries."""
+    """The limit is twice the error of the loops.
+
+    A kernel also rounds its output, and splash rounds its scaled queries.
+    """
     heads = Heads(128, 128)
-    x = [y.astype(jnp.bfloat16) for y in drawn(128, 128)]
+    x = [y.astype(jnp.bfloat16) for y in draw_inputs(128, 128)]
     target = np.random.default_rng(1).standard_normal((2, NUM_TOKENS, 4, 128)).astype(np.float32)
     exact = values_and_gradients([np.float32(y) for y in x], START_BT, target, heads, None)
 
@@ -135,16 +142,16 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loops(kerne
 
 
 def test_short_rows_are_computed_without_kernel():
-    x = [y[:, :DENSE_LENGTH] for y in drawn(8, 8)]
+    x = [y[:, :DENSE_LENGTH] for y in draw_inputs(8, 8)]
     found = attention(Heads(8, 8), SPLASH)(*x, START_BT[:, :DENSE_LENGTH])
     np.testing.assert_array_equal(found, attention(Heads(8, 8), None)(*x, START_BT[:, :DENSE_LENGTH]))
 
 
 @pytest.mark.parametrize("kernel", [SPLASH, TRITON])
 def test_a_row_may_be_one_block_and_one_sequence(kernel):
-    x = [y[:, :100] for y in drawn(16, 16)]
+    x = [y[:, :100] for y in draw_inputs(16, 16)]
     for start_BT in (None, START_BT[:, :100]):
-        found, wanted = (fast_jit(attention(Heads(16, 16), each))(*x, start_BT) for each in (kernel, None))
+        found, wanted = (fast_jit(attention(Heads(16, 16), chosen))(*x, start_BT) for chosen in (kernel, None))
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities equal those of whole logits, in value and gradient, and never hold the logits."""
+"""Chunked log-probabilities equal log-probabilities of whole logits, which are never in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,13 @@ def test_equals_whole_logits(kind, shape, chunk):
         logprobs = jax.nn.log_softmax(logits(hidden, unembed, adapter))
         return jnp.take_along_axis(logprobs, targets.reshape(B, T, -1), -1).reshape(shape)
 
-    def chunked(hidden, adapter):
+    def compute_chunked(hidden, adapter):
         return target_logprobs(hidden, unembed, targets, adapter, chunk=chunk)
 
     @fast_jit
     def values_and_gradients(hidden, adapter):
         found = []
-        for function in (naive, chunked):
+        for function in (naive, compute_chunked):
             logprobs, pull = jax.vjp(function, hidden, adapter)
             found.append((logprobs, pull(jnp.asarray(weights))))
         return found
@@ -80,7 +80,7 @@ def test_gradient_of_one_pass_equals_that_of_whole_logits(shape, chunk):
         return logprobs, gradient, one_pass
 
     whole, (d_hidden, d_pair), ((logprobs, outputs), *got) = values_and_gradients(hidden, adapter)
-    expected = d_hidden, jax.tree.map(lambda leaf: 1 + leaf, d_pair)  # added to what was there
+    expected = d_hidden, jax.tree.map(lambda leaf: 1 + leaf, d_pair)  # the gradient is added to a sum of ones
     np.testing.assert_allclose(logprobs, whole, atol=1e-5)
     np.testing.assert_array_equal(outputs, weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, tuple(got))
@@ -109,7 +109,7 @@ def test_memory_is_that_of_a_chunk():
 
 @pytest.mark.parametrize(("num_tokens", "size", "vocab_size"), [(512, 32, 256), (512, 64, 512)])
 def test_the_bits_are_the_same_with_and_without_a_gradient(num_tokens, size, vocab_size):
-    """One log-probability was seen to differ where XLA computed exponentials with their sum."""
+    """One log-probability differed when XLA computed exponentials together with their sum."""
     generator = np.random.default_rng(0)
     shapes = (1, num_tokens, size), (vocab_size, size), (size, 8), (8, vocab_size)
     hidden, unembed, a, b = (0.3 * generator.standard_normal(shape, np.float32) for shape in shapes)
@@ -133,10 +133,10 @@ def test_gpus_compute_the_same_with_the_factor_next_to_the_unembedding(monkeypat
     found = []
     for name in ("default", "cuda"):
 
-        def chosen(*arguments, name=name, default, **others):
+        def choose_platform(*arguments, name=name, default, **others):
             return others.get(name, default)(*arguments)
 
-        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+        monkeypatch.setattr(jax.lax, "platform_dependent", choose_platform)
 
         @fast_jit
         def evaluate(hidden, unembed):
@@ -153,5 +153,6 @@ def test_gpus_compute_the_same_with_the_factor_next_to_the_unembedding(monkeypat
             return *one_pass, target_logprobs(hidden, unembed, targets, adapter, chunk=4)
 
         found.append(evaluate(hidden, unembed.astype(jnp.bfloat16)))
+
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01), *found)
     np.testing.assert_array_equal(found[1][0], found[1][-1])

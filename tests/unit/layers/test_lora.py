@@ -1,4 +1,4 @@
-"""A linear map with an adapter: merged or apart, forwards and backwards, it is the plain formula."""
+"""A linear map with an adapter equals the plain formula, merged or separate, with its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,18 @@ SCALE = np.float32(0.7)
     ],
 )
 def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows, dtype, is_merged, platform):
-    def chosen(*arguments, default, **others):
+    def choose_platform(*arguments, default, **others):
         return others.get(platform, default)(*arguments)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose_platform)
     draw = np.random.default_rng(0)
 
-    def drawn(*shape: int) -> np.ndarray:
+    def draw_array(*shape: int) -> np.ndarray:
         return draw.normal(size=shape).astype(np.float32)
 
-    x, slope = drawn(2, num_rows // 2, INPUTS), drawn(2, num_rows // 2, OUTPUTS)
-    weight, bias = drawn(INPUTS, OUTPUTS).astype(jnp.dtype(dtype)), drawn(OUTPUTS)
-    pair = LoraPair(a=drawn(INPUTS, RANK), b=drawn(RANK, OUTPUTS))
+    x, slope = draw_array(2, num_rows // 2, INPUTS), draw_array(2, num_rows // 2, OUTPUTS)
+    weight, bias = draw_array(INPUTS, OUTPUTS).astype(jnp.dtype(dtype)), draw_array(OUTPUTS)
+    pair = LoraPair(a=draw_array(INPUTS, RANK), b=draw_array(RANK, OUTPUTS))
     assert AdaptedMap.from_weight(weight, pair, SCALE, num_rows).is_merged == is_merged
 
     def ours(x: jax.Array, pair: LoraPair) -> jax.Array:
@@ -49,7 +49,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
 
     assert ConcatenatedMap.is_faster(num_rows, weight) == (dtype == "bfloat16")
     found, wanted = evaluate(x, pair)
-    tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest: factors have 8 bits, sums have 24
+    tolerance = 1e-5 if dtype == "float32" else 0.02  # relative to the largest value; bfloat16 factors have 8 bits
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert own.dtype == jnp.float32
         np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * float(np.abs(other).max()))
@@ -70,7 +70,7 @@ def test_a_weight_that_is_stored_transposed_is_the_same_map(num_rows: int) -> No
             AdaptedMap.from_weight(weight.T, pair, SCALE, num_rows),
             AdaptedMap.from_weight(weight, pair, SCALE, num_rows, is_transposed=True),
         ]
-        return [(each.apply(x), each.compute_gradient(x, slope)) for each in maps]
+        return [(adapted.apply(x), adapted.compute_gradient(x, slope)) for adapted in maps]
 
     wanted, found = both()
     jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5), found, wanted)
@@ -88,9 +88,9 @@ def test_what_leaves_a_product_is_rounded_to_the_type_of_its_weight(dtype) -> No
         return y, *backward(jnp.ones_like(y))
 
     (y, d_x), (_, d_x_of_map) = evaluate(0.5), evaluate(0.0)
-    for each in (y, d_x_of_map, d_x - d_x_of_map):  # the gradients of two products are added up in float32
-        assert each.dtype == jnp.float32
-        is_rounded = bool((each == each.astype(jnp.bfloat16).astype(jnp.float32)).all())
+    for array in (y, d_x_of_map, d_x - d_x_of_map):  # the gradients of two products are added up in float32
+        assert array.dtype == jnp.float32
+        is_rounded = bool((array == array.astype(jnp.bfloat16).astype(jnp.float32)).all())
         assert is_rounded == (dtype == jnp.bfloat16)
 
 
@@ -102,10 +102,10 @@ def test_one_product_with_all_factors_is_that_of_each_row_with_its_own(dtype, in
     factor_GIO = jnp.asarray(draw.normal(size=(3, inputs, outputs)), dtype)
     group_M = np.array([2, 0, 0, 2, 1])
     found = multiply_groups(x_MI, factor_GIO, group_M)
-    of_each = multiply_groups(x_MI, factor_GIO[group_M])
+    by_row = multiply_groups(x_MI, factor_GIO[group_M])
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, of_each, atol=1e-5)
-    others = np.array([False, True, True, False, True])  # what only other rows read changes nothing
+    np.testing.assert_allclose(found, by_row, atol=1e-5)
+    others = np.array([False, True, True, False, True])  # factors that only other rows read change nothing
     changed = multiply_groups(x_MI * np.where(others, 7, 1)[:, None], factor_GIO.at[:2].multiply(3), group_M)
     np.testing.assert_array_equal(changed[~others], found[~others])
 

@@ -1,4 +1,4 @@
-"""Experts: each token gets what its own experts and its own adapter make of it, and nothing of anybody else's."""
+"""Experts: each token gets the outputs of its experts and its adapter, and nothing else."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def weights() -> ExpertWeights:
 
 @pytest.fixture(scope="module")
 def biased(weights: ExpertWeights) -> ExpertWeights:
-    """Experts of gpt-oss, with a limit that many tokens reach."""
+    """Return experts like those in gpt-oss, with a clamp that acts on many tokens."""
     sizes = {name: size[1] for name, size in zip(BIAS_AXES, SIZES.values(), strict=True)}
     biases = {name: normal(30 + i, E, size) for i, (name, size) in enumerate(sizes.items())}
     return weights.replace(**biases, clamp=Clamp(limit=1.5, slope=1.702))
@@ -55,20 +55,20 @@ def one_adapter(seed: int, num_experts: int = E, rank: int = RANK, *, shares: bo
     return ExpertAdapters(pairs=pairs, scale=np.float32(0.5))
 
 
-def in_full(adapters: ExpertAdapters) -> ExpertAdapters:
-    """Return the same adapters with factors for each expert."""
+def expand_factors(adapters: ExpertAdapters) -> ExpertAdapters:
+    """Return the same adapters with separate factors for each expert."""
     pairs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (E, *leaf.shape[1:])), dict(adapters.pairs))
     return adapters.replace(pairs=pairs)
 
 
-def pool_of(adapters: list[ExpertAdapters], layer: int) -> Adapter:
-    """Return a pool with these adapters in one layer, and others in the other."""
+def make_pool(adapters: list[ExpertAdapters], layer: int) -> Adapter:
+    """Return a pool with these adapters in one layer, and different values in the other layer."""
 
     def place(leaf: np.ndarray) -> np.ndarray:
-        return np.stack([leaf if each == layer else leaf + 1 for each in range(LAYERS)])
+        return np.stack([leaf if index == layer else leaf + 1 for index in range(LAYERS)])
 
-    each = [{f"expert_{name}": jax.tree.map(place, pair) for name, pair in a.pairs.items()} for a in adapters]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+    trees = [{f"expert_{name}": jax.tree.map(place, pair) for name, pair in a.pairs.items()} for a in adapters]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
     return Adapter(weights=stacked, scale=np.stack([a.scale for a in adapters]))
 
 
@@ -92,19 +92,19 @@ def value_and_gradient(
     slope: jax.Array,
     router_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, LoraPair]]]:
-    """Return the mixture, and the gradient by tokens and by the adapters' factors."""
+    """Return the mixture and its gradient by tokens and by the adapters' factors."""
 
-    def of(x: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
+    def compute(x: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
         return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)
 
-    y, pull = jax.vjp(of, x, dict(adapters.pairs))
+    y, pull = jax.vjp(compute, x, dict(adapters.pairs))
     return y, pull(slope)
 
 
 def route_by_definition(
     x_MD: np.ndarray, router_ED: np.ndarray, routing: Routing, bias_E: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `route` shall return, in float64."""
+    """Compute the result of `route` in float64."""
     logits = x_MD.astype(np.float64) @ router_ED.T + bias_E
     weight = np.exp(logits - logits.max(-1, keepdims=True))
     share_ME = weight / weight.sum(-1, keepdims=True)
@@ -113,10 +113,10 @@ def route_by_definition(
     return share_MK / share_MK.sum(-1, keepdims=True) if routing.renormalizes else share_MK, expert_MK
 
 
-def by_loop(
+def compute_by_loop(
     x_MD, router_ED, weights, adapters: ExpertAdapters | None, routing: Routing = ROUTING, router_bias=0.0
 ) -> np.ndarray:
-    """Return what `mixture` shall return, token by token in float64."""
+    """Compute the result of `apply_mixture` token by token, in float64."""
     share_MK, expert_MK = route_by_definition(x_MD, router_ED, routing, router_bias)
     out = np.zeros(x_MD.shape)
     for m, x in enumerate(x_MD.astype(np.float64)):
@@ -139,7 +139,7 @@ def by_loop(
 
 
 def activate(clamp: Clamp | None, gate, up):
-    """Return the activation of an expert, in the library of its arguments."""
+    """Return the activation of an expert, as an array of the arguments' library (numpy or JAX)."""
     if clamp is None:
         return gate / (1 + np.exp(-gate)) * up
     gate, up = gate.clip(max=clamp.limit), up.clip(-clamp.limit, clamp.limit)
@@ -153,21 +153,21 @@ def activate(clamp: Clamp | None, gate, up):
 def test_each_token_goes_to_its_own_experts(weights, router, num_tokens, form):
     x = normal(3, num_tokens, D)
     adapters = None if form is None else one_adapter(20, shares=form == "shared")
-    if adapters is not None and num_tokens > 1:  # the program of other tests
+    if adapters is not None and num_tokens > 1:  # reuses the program of other tests
         y, _ = value_and_gradient(x, router, weights, adapters, np.ones_like(x))
     else:
         y = apply(x, router, weights, adapters, routing=ROUTING)
-    np.testing.assert_allclose(y, by_loop(x, router, weights, adapters), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, compute_by_loop(x, router, weights, adapters), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("num_experts", "num_chosen", "rank"), [(1, 1, 1), (1, 1, 2 * D), (E, E, 2 * D), (E, 1, 1)])
 def test_one_expert_and_all_experts(weights, router, num_experts, num_chosen, rank):
-    """One expert, all experts, one of them; the least rank, and one that is larger than the maps."""
+    """Covers one expert, all experts, and one of all, with rank 1 and a rank above all sizes."""
     routing = Routing(num_experts=num_experts, num_chosen=num_chosen, renormalizes=True)
     weights, router = jax.tree.map(lambda leaf: leaf[:num_experts], (weights, router))
     x, adapters = normal(3, 33, D), one_adapter(20, num_experts, rank)
     y = apply(x, router, weights, adapters, routing=routing)
-    np.testing.assert_allclose(y, by_loop(x, router, weights, adapters, routing), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(y, compute_by_loop(x, router, weights, adapters, routing), rtol=1e-4, atol=1e-3)
 
 
 def test_a_router_with_equal_logits_chooses_the_first_experts_once_each(weights, router):
@@ -177,26 +177,29 @@ def test_a_router_with_equal_logits_chooses_the_first_experts_once_each(weights,
 
 
 def test_one_expert_for_all_tokens_drops_none_and_leaves_others_without_gradient(weights):
-    """There is no capacity: hundreds of tokens in one place lose none, and unvisited adapters stay at exact zeros."""
+    """There is no capacity limit: an expert with hundreds of tokens drops none.
+
+    Adapters of experts without tokens have gradients of exactly zero.
+    """
     x = np.abs(normal(3, 300, D))
     router = np.zeros((E, D), np.float32)
     router[4], router[1] = 9.0, 8.0
     adapters = one_adapter(20)
     y, (_, gradient) = value_and_gradient(x, router, weights, adapters, np.ones_like(x))
-    np.testing.assert_allclose(y, by_loop(x, router, weights, adapters), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(y, compute_by_loop(x, router, weights, adapters), rtol=1e-4, atol=1e-3)
     for leaf in map(np.asarray, jax.tree.leaves(gradient)):
         is_visited = [bool(np.any(leaf[e])) for e in range(E)]
         assert is_visited == [e in (1, 4) for e in range(E)]
 
 
 def test_a_token_of_zero_gradient_adds_nothing(weights, router):
-    """Padding and tokens of weight zero go through experts too: they might be any token."""
+    """Padding and tokens of weight zero also go through experts. Their values do not matter."""
     adapters, x, other = one_adapter(20), normal(5, 40, D), normal(7, 40, D)
     counts = np.arange(40)[:, None] % 3 != 0
 
     mine, theirs = (
-        value_and_gradient(each, router, weights, adapters, np.broadcast_to(counts, x.shape).astype(np.float32))[1][1]
-        for each in (x, np.where(counts, x, other))
+        value_and_gradient(tokens, router, weights, adapters, np.broadcast_to(counts, x.shape).astype(np.float32))[1][1]
+        for tokens in (x, np.where(counts, x, other))
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), mine, theirs)
 
@@ -240,7 +243,10 @@ GROUPED = Routing(
     [GROUPED, replace(GROUPED, renormalizes=False), replace(GROUPED, num_groups=1, num_chosen_groups=1)],
 )
 def test_a_correction_changes_the_choice_in_the_best_groups_and_no_share(routing):
-    """As DeepSeek-V3 says: a group's score is the sum of its two best, and other groups take no part."""
+    """As in DeepSeek-V3, the score of a group is the sum of its two best experts.
+
+    Only the best groups take part.
+    """
     x, own, correction = normal(3, 40, D), normal(4, 12, D), normal(5, 12)
     share, expert = map(np.asarray, choose(x, own, routing=routing, correction_E=correction))
     for m in range(len(x)):
@@ -257,34 +263,34 @@ def test_a_correction_changes_the_choice_in_the_best_groups_and_no_share(routing
 
 
 IN_GROUPS = RowSlots(np.array([1, 0]), np.array([0, 0, 1, 1, 0, 0, 0, 0]))
-OF_EACH_TWO_ROWS = RowSlots(np.array([1, 0, 1, 1]))
+SLOT_FOR_TWO_ROWS = RowSlots(np.array([1, 0, 1, 1]))
 
 
 @BOTH_FORMS
-@pytest.mark.parametrize("slots", [OF_EACH_TWO_ROWS, IN_GROUPS], ids=["neighbours", "groups"])
+@pytest.mark.parametrize("slots", [SLOT_FOR_TWO_ROWS, IN_GROUPS], ids=["neighbours", "groups"])
 def test_rows_use_the_adapters_of_their_slot_and_layer(weights, router, shares, slots):
     first, second, x = one_adapter(20, shares=shares), one_adapter(50, shares=shares), normal(4, 8, D)
-    pool = pool_of([first, second], layer=1)
+    pool = make_pool([first, second], layer=1)
     y = apply_pool(x, router, weights, pool, slots, np.int32(1))
     for rows, mine in ((slice(0, 2), second), (slice(2, 4), first), (slice(4, 8), second)):
-        np.testing.assert_allclose(y[rows], by_loop(x[rows], router, weights, mine), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(y[rows], compute_by_loop(x[rows], router, weights, mine), rtol=1e-4, atol=1e-4)
 
 
 @BOTH_FORMS
 def test_router_isolates_rows_from_nan_in_other_adapters(weights, router, shares):
-    """The output of a row is bit-equal for any other rows, even if they fill its experts."""
+    """The output of a row is bit-equal next to any other rows, even if they fill its experts."""
     first, second = one_adapter(20, shares=shares), one_adapter(50, shares=shares)
     broken = jax.tree.map(lambda leaf: np.full(np.shape(leaf), np.nan, np.float32), second)
     x = normal(4, 8, D)
-    slots = RowSlots(np.array([0, 0, 1, 1]))  # of each two rows
+    slots = RowSlots(np.array([0, 0, 1, 1]))  # one slot for every two rows
 
-    def of(x: np.ndarray, other: ExpertAdapters) -> np.ndarray:
-        return np.asarray(apply_pool(x, router, weights, pool_of([first, other], layer=0), slots, np.int32(0)))
+    def compute(x: np.ndarray, other: ExpertAdapters) -> np.ndarray:
+        return np.asarray(apply_pool(x, router, weights, make_pool([first, other], layer=0), slots, np.int32(0)))
 
-    alone = of(x, second)[:4]
+    alone = compute(x, second)[:4]
     same_as_mine = np.concatenate([x[:4], x[:4]])
     for others in (x[4:], np.full_like(x[4:], np.nan), np.full_like(x[4:], np.inf), same_as_mine[4:]):
-        together = of(np.concatenate([x[:4], others]), broken)
+        together = compute(np.concatenate([x[:4], others]), broken)
         np.testing.assert_array_equal(together[:4], alone)
         assert np.isnan(together[4:]).any()
 
@@ -295,7 +301,7 @@ def test_gradients_equal_those_of_a_plain_formula(weights, router, shares):
 
     def plain(x, pairs):
         share_MK, expert_MK = route(x, router, ROUTING)
-        pairs = in_full(adapters.replace(pairs=pairs)).pairs
+        pairs = expand_factors(adapters.replace(pairs=pairs)).pairs
 
         def apply(name, y_MKI):
             a, b = pairs[name].a[expert_MK], pairs[name].b[expert_MK]
@@ -316,17 +322,21 @@ def test_gradients_equal_those_of_a_plain_formula(weights, router, shares):
 
 @BOTH_FORMS
 def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router, shares):
-    """Gradients are compared with differences of values in float64, along random directions."""
+    """Gradients are compared with finite differences in float64, along random directions."""
     x, slope, router_bias = normal(5, 12, D), normal(6, 12, D), normal(8, E)
     adapters = one_adapter(20, shares=shares)
     y, (d_x, d_pairs) = value_and_gradient(x, router, biased, adapters, slope, router_bias)
 
     def value(x, pairs):
-        return by_loop(x, router, biased, adapters.replace(pairs=pairs), router_bias=router_bias)
+        return compute_by_loop(x, router, biased, adapters.replace(pairs=pairs), router_bias=router_bias)
 
     np.testing.assert_allclose(y, value(x, adapters.pairs), rtol=1e-4, atol=1e-4)
-    assert np.abs(y - by_loop(x, router, biased, adapters)).max() > 0.1, "the router's bias acts"
-    assert np.abs(y - by_loop(x, router, biased.replace(down_bias=None), adapters, router_bias=router_bias)).max() > 0.1
+    assert np.abs(y - compute_by_loop(x, router, biased, adapters)).max() > 0.1, "the router's bias acts"
+    assert (
+        np.abs(y - compute_by_loop(x, router, biased.replace(down_bias=None), adapters, router_bias=router_bias)).max()
+        > 0.1
+    )
+
     tree, found = (x, dict(adapters.pairs)), (d_x, d_pairs)
     step = 1e-6
     for seed in range(4):
@@ -340,6 +350,7 @@ def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router,
             float((np.asarray(d, np.float64) * by).sum())
             for d, by in zip(*map(jax.tree.leaves, (found, moved)), strict=True)
         )
+
         assert along == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 

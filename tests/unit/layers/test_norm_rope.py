@@ -1,6 +1,6 @@
 """The kernel for norm and rotation of heads against plain JAX, and where it is used.
 
-In interpret mode on CPU; on a GPU the kernel of its own is compiled and run (`make gpu`).
+The kernel runs in interpret mode on CPU. On a GPU it is compiled (`make gpu`).
 """
 
 from typing import Any
@@ -69,14 +69,14 @@ def test_a_layer_uses_it_where_it_gives_the_same_numbers(settings: dict[str, Any
     )
     draw = np.random.default_rng(0)
     params = {
-        name: jnp.asarray(draw.normal(0.5, 0.2, each.shape), jnp.float32 if each.is_float32 else jnp.bfloat16)
-        for name, each in layer.describe().items()
+        name: jnp.asarray(draw.normal(0.5, 0.2, parameter.shape), jnp.float32 if parameter.is_float32 else jnp.bfloat16)
+        for name, parameter in layer.describe().items()
     }
     x = jnp.asarray(draw.standard_normal((2, 16, 64)), jnp.float32)
     assert layer.rotation is not None
     angles = {layer.rotation: layer.rope.compute_angles(jnp.arange(16), layer.rotation[1])}
 
-    def projected(kernels: Kernels) -> list[jax.Array]:
+    def project(kernels: Kernels) -> list[jax.Array]:
         return [
             y
             for y in layer._project(x, params, LayerAdapters(), LayerContext(Layout(), angles, kernels=kernels))
@@ -85,7 +85,7 @@ def test_a_layer_uses_it_where_it_gives_the_same_numbers(settings: dict[str, Any
 
     kernels = Kernels(TRITON, interpret=jax.default_backend() == "cpu")
     assert (layer._get_rotation_kernel(LayerContext(Layout(), angles, kernels=kernels)) is not None) == (not settings)
-    for mine, other in zip(projected(kernels), projected(Kernels()), strict=True):
+    for mine, other in zip(project(kernels), project(Kernels()), strict=True):
         assert mine.dtype == other.dtype == jnp.bfloat16
         np.testing.assert_allclose(*(y.astype(jnp.float32) for y in (mine, other)), rtol=0.01, atol=0.01)
 

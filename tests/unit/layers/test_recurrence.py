@@ -1,4 +1,4 @@
-"""The short convolution against sums in numpy."""
+"""The short convolution, compared with sums in numpy."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return inputs, weights and the inputs before."""
+    """Return inputs, weights, and the inputs before them."""
     generator = np.random.default_rng(0)
     return tuple(
         generator.standard_normal(shape).astype(np.float32)
@@ -21,7 +21,7 @@ def draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def summed(x: np.ndarray, weight: np.ndarray, tail: np.ndarray) -> np.ndarray:
+def sum_inputs(x: np.ndarray, weight: np.ndarray, tail: np.ndarray) -> np.ndarray:
     """Return the weighted sums of one row, [T, I]."""
     padded = np.concatenate([tail, x]).astype(np.float64)
     return np.stack([(padded[index : index + W] * weight).sum(0) for index in range(len(x))])
@@ -29,7 +29,7 @@ def summed(x: np.ndarray, weight: np.ndarray, tail: np.ndarray) -> np.ndarray:
 
 def test_outputs_are_the_weighted_sums_of_the_last_inputs() -> None:
     x, weight, tail = draw()
-    wanted = np.stack([summed(x[row], weight, tail[row]) for row in range(B)])
+    wanted = np.stack([sum_inputs(x[row], weight, tail[row]) for row in range(B)])
     np.testing.assert_allclose(short_conv(*map(jnp.asarray, (x, weight, tail))), wanted, **CLOSE)
 
 
@@ -41,7 +41,7 @@ def test_a_packed_sequence_reads_no_input_of_another(lengths: tuple[int, ...]) -
     empty = np.zeros((B, W - 1, CHANNELS), np.float32)
     found = short_conv(*map(jnp.asarray, (x, weight, empty)), make_conv_masks(jnp.asarray(start_BT), W))
     for row in range(B):
-        alone = [summed(x[row, a:b], weight, empty[row]) for a, b in pairwise(starts)]
+        alone = [sum_inputs(x[row, a:b], weight, empty[row]) for a, b in pairwise(starts)]
         np.testing.assert_allclose(found[row], np.concatenate(alone), **CLOSE)
 
 

@@ -1,4 +1,7 @@
-"""Weights gathered from parts, as on GPU. That XLA copies none of all layers is seen in `tests/unit/benchmarks`."""
+"""Weights gathered from parts, as on GPU.
+
+`tests/unit/benchmarks` checks that XLA copies none of all layers.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""A sum has the same bits whether XLA must keep it or not, and so has a norm of it."""
+"""A sum and its norm have the same bits, whether or not XLA must keep the sum."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("num_tokens", [32, 48, 64])
 def test_a_norm_of_a_sum_of_four_has_the_bits_of_a_norm_of_an_array(num_tokens):
-    """Norms of plain sums of these sizes were seen to differ."""
+    """Norms of plain sums were seen to differ at these sizes."""
     size = 32
     *terms, weight = arrays((1, num_tokens, size), *[(num_tokens, size)] * 3, (size,))
     x, routed, update, shared = terms
@@ -35,24 +35,24 @@ def test_a_norm_of_a_sum_of_four_has_the_bits_of_a_norm_of_an_array(num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [16, 64])
 def test_a_sum_with_a_norm_has_the_same_bits_with_and_without_a_gradient(num_tokens):
-    """Norms of plain sums of these sizes were seen to differ."""
+    """Norms of plain sums were seen to differ at these sizes."""
     x, y, update = arrays(*[(1, num_tokens, 32)] * 3)
-    of_output, of_sum = arrays(*[(32,)] * 2)
+    output_weight, sum_weight = arrays(*[(32,)] * 2)
 
-    def normalised(*terms: jax.Array) -> jax.Array:
+    def compute_norm(*terms: jax.Array) -> jax.Array:
         x, y, update = terms
-        return norm(add_unfused(x, norm(y + update, of_output)), of_sum)
+        return norm(add_unfused(x, norm(y + update, output_weight)), sum_weight)
 
     def with_gradient(*terms: jax.Array):
-        found, backward = jax.vjp(normalised, *terms)
+        found, backward = jax.vjp(compute_norm, *terms)
         return found, backward(found)
 
     expected, _ = jax.jit(with_gradient)(x, y, update)
-    np.testing.assert_array_equal(jax.jit(normalised)(x, y, update), expected)
+    np.testing.assert_array_equal(jax.jit(compute_norm)(x, y, update), expected)
 
 
 def test_the_gradient_is_that_of_a_sum():
     x, y, factor = arrays(*[(3, 5)] * 3)
     found = jax.grad(lambda x, y: (add_unfused(x, y) * factor).sum(), argnums=(0, 1))(x, y)
-    for each in found:
-        np.testing.assert_array_equal(each, factor)
+    for gradient in found:
+        np.testing.assert_array_equal(gradient, factor)

@@ -1,4 +1,4 @@
-"""The state space by chunks equals its recurrence, token by token."""
+"""The state space model computed in chunks equals its token-by-token recurrence."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +13,7 @@ from tests.support.fast_jit import fast_jit
 
 G, H, N, P = 2, 3, 16, 8
 LENGTHS = 70, 5, 130, 64, 1, 27
-"""Restarts within a chunk and at its border, an example of one token, and one that spans three chunks."""
+"""Restarts within a chunk and at its border, a single token, and a sequence across three chunks."""
 STARTS = np.cumsum([0, *LENGTHS])
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -22,12 +22,12 @@ Rule = Callable[[Inputs, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def draw(num_rows: int, length: int, seed: int = 0) -> Inputs:
-    """Return what is read and written, the inputs and the decays, at the scale that the layer makes them."""
+    """Return read and write vectors, inputs and decays, at the scale of the layer."""
     generator = np.random.default_rng(seed)
     c, b = (generator.standard_normal((num_rows, length, G, N)) / N**0.5 for _ in range(2))
     x = generator.standard_normal((num_rows, length, G, H, P))
     decay = -generator.uniform(0.0, 0.3, (num_rows, length, G, H))
-    return tuple(jnp.asarray(each, jnp.float32) for each in (c, b, x, decay))
+    return tuple(jnp.asarray(array, jnp.float32) for array in (c, b, x, decay))
 
 
 def draw_state(num_rows: int) -> jax.Array:
@@ -45,7 +45,7 @@ def by_steps(inputs: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, state = state_space_step(*token, state)
         return state, y
 
-    state, y_TB = jax.lax.scan(one, state, tuple(jnp.moveaxis(each, 1, 0) for each in inputs))
+    state, y_TB = jax.lax.scan(one, state, tuple(jnp.moveaxis(array, 1, 0) for array in inputs))
     return jnp.moveaxis(y_TB, 0, 1), state
 
 
@@ -59,8 +59,8 @@ def assert_close(found: object, wanted: object) -> None:
 
 def test_a_step_is_the_formula() -> None:
     inputs, state = draw(1, 1), draw_state(1)
-    c, b, x, decay = (np.asarray(each[0, 0], np.float64) for each in inputs)
-    y, new = state_space_step(*(each[:, 0] for each in inputs), state)
+    c, b, x, decay = (np.asarray(array[0, 0], np.float64) for array in inputs)
+    y, new = state_space_step(*(array[:, 0] for array in inputs), state)
     for group, head in np.ndindex(G, H):
         wanted = np.exp(decay[group, head]) * np.asarray(state[0, group, head], np.float64)
         wanted = wanted + np.outer(b[group], x[group, head])
@@ -93,23 +93,23 @@ def test_gradients_by_chunks_equal_those_by_steps() -> None:
 
         return fast_jit(jax.grad(loss, argnums=(0, 1)))(inputs, state)
 
-    # Sums of some hundred terms: relative to the largest.
+    # These are sums of hundreds of terms, so the tolerance is relative to the largest.
     chunks, steps = gradients(lambda inputs, state: state_space(*inputs, state)), gradients(by_steps)
     for one, other in zip(jax.tree.leaves(chunks), jax.tree.leaves(steps), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(np.abs(other).max()))
 
 
-def packed_start() -> jax.Array:
+def make_packed_start() -> jax.Array:
     return jnp.asarray(np.repeat(STARTS[:-1], LENGTHS))[None]
 
 
 def run_packed(inputs: Inputs) -> jax.Array:
-    return state_space(*inputs, zeros(1), ChunkMasks.from_starts(packed_start()))[0]
+    return state_space(*inputs, zeros(1), ChunkMasks.from_starts(make_packed_start()))[0]
 
 
 def run_apart(inputs: Inputs) -> jax.Array:
-    apart = [tuple(each[:, start:stop] for each in inputs) for start, stop in pairwise(STARTS)]
-    return jnp.concatenate([by_steps(each, zeros(1))[0] for each in apart], axis=1)
+    apart = [tuple(array[:, start:stop] for array in inputs) for start, stop in pairwise(STARTS)]
+    return jnp.concatenate([by_steps(sequence, zeros(1))[0] for sequence in apart], axis=1)
 
 
 def test_packed_sequences_equal_the_sequences_apart() -> None:
@@ -145,14 +145,14 @@ def test_padding_leaves_the_state(size: int) -> None:
     is_token = (jnp.arange(2 * CHUNK_POSITIONS) < size)[:, None, None]
     padded = c, b, jnp.where(is_token[..., None], x, 0.0), jnp.where(is_token, decay, 0.0)
     y, state = run_chunks(*padded, draw_state(2))
-    assert_close((y[:, :size], state), run_chunks(*(each[:, :size] for each in padded), draw_state(2)))
+    assert_close((y[:, :size], state), run_chunks(*(array[:, :size] for array in padded), draw_state(2)))
 
 
 @pytest.mark.parametrize("cut", [1, 30, CHUNK_POSITIONS, CHUNK_POSITIONS + 1])
 def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
     inputs, state = draw(2, 2 * CHUNK_POSITIONS), draw_state(2)
-    first, between = run_chunks(*(each[:, :cut] for each in inputs), state)
-    second, last = run_chunks(*(each[:, cut:] for each in inputs), between)
+    first, between = run_chunks(*(array[:, :cut] for array in inputs), state)
+    second, last = run_chunks(*(array[:, cut:] for array in inputs), between)
     assert_close((jnp.concatenate([first, second], axis=1), last), run_chunks(*inputs, state))
 
 

@@ -1,4 +1,7 @@
-"""Adapters have as many parameters as on the hosted service, where experts share factors, for every family it lists."""
+"""Adapters have as many parameters as on the hosted service, for every family that it lists.
+
+There, experts share factors.
+"""
 
 import json
 import math
@@ -15,7 +18,7 @@ FOLDER = Path(__file__).parent / "hub_configs"
 
 
 def sizes(architecture: str, *dims: int, **more: Any) -> dict[str, Any]:
-    """Return a config of these published sizes."""
+    """Return a config with these published sizes."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096}
     return {"architectures": [architecture], **dict(zip(names, dims, strict=True)), **rest, **more}
@@ -73,9 +76,10 @@ COUNTS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "openai/gpt-oss-20b": (hub("gpt-oss-20b"), (6_842_880, 497_664, 203_968)),
     "openai/gpt-oss-120b": (hub("gpt-oss-120b"), (40_124_160, 746_496, 203_968)),
 }
-"""The config of models of the hosted service, and the parameters of `mlp`, `attn` and `unembed` for each rank.
+"""Configs of hosted models, and their parameters of `mlp`, `attn` and `unembed` per rank.
 
-The numbers are those of tinker-cookbook 0.6.1, hyperparam_utils.py, _LORA_PARAMS_PER_RANK_BY_COMPONENT.
+The numbers come from tinker-cookbook 0.6.1, hyperparam_utils.py,
+_LORA_PARAMS_PER_RANK_BY_COMPONENT.
 """
 
 
@@ -122,7 +126,7 @@ def test_the_form_changes_nothing_without_experts() -> None:
 def test_adapters_of_a_family_that_the_service_does_not_list(
     name: str, layers: int, size: int, width: int, queries: int, keys: int, vocabulary: int
 ) -> None:
-    """One map into and one out of the hidden size for queries, two for keys and values, three for the feed-forward."""
+    """Attention has four maps (query, key, value, output), and the feed-forward has three."""
     attn = layers * (2 * (size + queries) + 2 * (size + keys))
     expected = {"mlp": layers * 3 * (size + width), "attn": attn, "unembed": vocabulary + size}
     assert count(read(hub(name), "shared")) == expected

@@ -14,7 +14,7 @@ from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.feed_forward import Dense
 
 
-def config_of(hidden_size: int) -> ModelConfig:
+def make_config(hidden_size: int) -> ModelConfig:
     attention = Attention(hidden_size=hidden_size, num_heads=4, num_kv_heads=2, head_dim=6, rope=Rope(theta=1e4))
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -27,7 +27,7 @@ def config_of(hidden_size: int) -> ModelConfig:
     )
 
 
-CONFIG = config_of(16)
+CONFIG = make_config(16)
 SPEC = LoraSpec(rank=4, seed=7)
 
 
@@ -41,7 +41,7 @@ def test_shapes_of_the_arrays():
 
 
 def test_a_is_uniform_as_in_peft_and_b_is_zero():
-    made = init_adapter(config_of(256), SPEC)
+    made = init_adapter(make_config(256), SPEC)
     a = np.asarray(made.weights["q_proj"].a)
     bound = 256**-0.5
     assert np.abs(a).max() <= bound and np.abs(a).max() > 0.98 * bound
@@ -65,7 +65,7 @@ def test_values_depend_on_seed_and_rank_only():
 
 
 def test_the_values_of_a_seed_never_change():
-    """Replay draws the initial values again, so other values would be another model."""
+    """A replay draws the initial values again, so different values would give a different model."""
     a = np.asarray(init_adapter(CONFIG, SPEC).weights["up_proj"].a)
     np.testing.assert_allclose(a[0, 0], [0.0787616149, 0.0552073792, 0.2142037153, -0.0011583711], rtol=1e-6)
 

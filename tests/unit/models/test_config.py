@@ -11,7 +11,7 @@ from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import CacheSpec
 from skyrl_tx.models.parts.feed_forward import Dense
 
-QWEN3_06B = {  # as published, less what no model reads
+QWEN3_06B = {  # as published, without keys that no model reads
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,

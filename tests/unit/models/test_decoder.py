@@ -1,4 +1,4 @@
-"""The three paths through a model - whole rows, slots of adapters, one token at a time - give the same numbers."""
+"""Whole rows, slots of adapters and token-by-token decoding give the same numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +23,12 @@ from tests.support.fast_jit import fast_jit
 from tests.support.paged_arrays import get_positions, make_table
 from tests.unit.models.conftest import LATENTS, read_back
 
-# Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.
+# Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages
+# per row.
 LENGTH, ROWS, PAGES = 40, 3, 2
 PROMPTS = make_table(ROWS, PAGES)
 SAMPLES = jax.tree.map(lambda leaf: leaf + leaf.max(), PROMPTS)
-"""The rows of the cache: three prompts, and three samples after them."""
+"""The rows of the cache: three prompts, followed by three samples."""
 forward = fast_jit(models.forward, static_argnames=("config", "remat"))
 extend = fast_jit(models.prefill, static_argnames="config")
 target_logprobs = fast_jit(models.target_logprobs)
@@ -47,7 +48,7 @@ def decode_step(
     by_layer: bool = False,
     is_separate: bool = False,
 ):
-    """Decode a slice of one step of the samples, from stacks, from copies by layer, or from separate layers."""
+    """Decode one step of the samples from stacks, copies by layer, or separate layers."""
     if by_layer:
         params = models.unstack_params(params, config)
         opened = cache_state.open_decode_slice_by_layer(cache, SAMPLES, position, read_length=128, max_tokens=4)
@@ -62,8 +63,8 @@ def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
 
 
-def unwritten(params, config) -> cache_state.Cache:
-    """Return a cache of NaN, but for the empty page and the states of prompts, which are empty."""
+def make_unwritten_cache(params, config) -> cache_state.Cache:
+    """Return a cache of NaN, with zeros in the empty page and in the states of prompts."""
 
     def nothing(leaf, num_empty: int):
         return np.concatenate([np.zeros_like(leaf[:, :num_empty]), np.full_like(leaf[:, num_empty:], np.nan)], axis=1)
@@ -71,43 +72,43 @@ def unwritten(params, config) -> cache_state.Cache:
     cache = models.make_empty_cache(jax.tree.map(jnp.asarray, params), config, 1 + 2 * ROWS * PAGES, 1 + 2 * ROWS)
     return tuple(
         cache_state.LayerCache(
-            jax.tree.map(partial(nothing, num_empty=1), each.positions),
-            jax.tree.map(partial(nothing, num_empty=1 + ROWS), each.fixed),
+            jax.tree.map(partial(nothing, num_empty=1), layer.positions),
+            jax.tree.map(partial(nothing, num_empty=1 + ROWS), layer.fixed),
         )
-        for each in cache
+        for layer in cache
     )
 
 
 def prefill(params, config, x, adapter=None, rows=None):
-    """Run whole prompts, in one chunk of 32, into pages that are cleared as the backend does."""
+    """Run whole prompts in one chunk of 32, into pages that are cleared as in the backend."""
     chunk, size = np.pad(x, ((0, 0), (0, 32 - x.shape[1]))), np.int32(x.shape[1])
     pages = np.asarray(PROMPTS.page_BM).reshape(-1)
-    cache = copied(unwritten(params, config), [(0, page) for page in pages], [])
+    cache = copy_rows(make_unwritten_cache(params, config), [(0, page) for page in pages], [])
     return extend(params, config, chunk, np.int32(0), cache, PROMPTS, adapter, rows, size=size)
 
 
-def copied(cache: cache_state.Cache, *pairs) -> cache_state.Cache:
-    """Return the cache after copies of pages and of states."""
+def copy_rows(cache: cache_state.Cache, *pairs) -> cache_state.Cache:
+    """Return the cache after copying pages and states."""
     page_N2, state_N2 = (
-        np.pad(np.array(each, np.int32).reshape(-1, 2), ((0, 8 - len(each)), (0, 0))) for each in pairs
+        np.pad(np.array(copies, np.int32).reshape(-1, 2), ((0, 8 - len(copies)), (0, 0))) for copies in pairs
     )
     return copy(cache, page_N2[None], np.array([len(pairs[0])]), state_N2[None], np.array([len(pairs[1])]))
 
 
-def started(cache: cache_state.Cache, prompts: Sequence[int]) -> cache_state.Cache:
-    """Return the cache with a sample after each of these prompts, which have less than a page."""
+def start_samples(cache: cache_state.Cache, prompts: Sequence[int]) -> cache_state.Cache:
+    """Return the cache with a sample after each of these prompts, which are shorter than a page."""
     first = [(PROMPTS.page_BM[prompt, 0], SAMPLES.page_BM[row, 0]) for row, prompt in enumerate(prompts)]
     empty = [(0, page) for page in SAMPLES.page_BM[:, 1]]
     states = [(PROMPTS.state_B[prompt], SAMPLES.state_B[row]) for row, prompt in enumerate(prompts)]
-    return copied(cache, [*first, *empty], states)
+    return copy_rows(cache, [*first, *empty], states)
 
 
 def stack(*adapters):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *adapters)
 
 
-def slots_of(model):
-    """Return three adapters, of which the first changes nothing, and those of three rows."""
+def make_slots(model):
+    """Return three adapters, where the first changes nothing, and the slots of three rows."""
     first, second = model.adapter(1), model.adapter(2)
     return stack(jax.tree.map(np.zeros_like, first), first, second), RowSlots(np.array([2, 0, 1]))
 
@@ -118,12 +119,12 @@ def evaluate(*arguments, **named) -> np.ndarray:
 
 def test_slots_equal_one_adapter_for_all_rows(loaded):
     x = tokens()
-    mixed = evaluate(loaded.params, loaded.config, x, *slots_of(loaded))
+    mixed = evaluate(loaded.params, loaded.config, x, *make_slots(loaded))
     base = evaluate(loaded.params, loaded.config, x)
     np.testing.assert_allclose(mixed[0], evaluate(loaded.params, loaded.config, x, loaded.adapter(2))[0], atol=1e-5)
     np.testing.assert_allclose(mixed[1], base[1], atol=1e-5)
     np.testing.assert_allclose(mixed[2], evaluate(loaded.params, loaded.config, x, loaded.adapter(1))[2], atol=1e-5)
-    assert np.abs(mixed[0] - base[0]).max() > 1e-2  # they do act
+    assert np.abs(mixed[0] - base[0]).max() > 1e-2  # the adapters act
 
 
 def test_nan_in_one_slot_does_not_spread(loaded):
@@ -148,47 +149,51 @@ def test_padding_at_the_right_changes_nothing(loaded):
 
 def test_packed_sequences_equal_separate_rows(each_family):
     x, adapter = tokens(), each_family.adapter(1)
-    slots, _ = slots_of(each_family)
+    slots, _ = make_slots(each_family)
     alone = evaluate(each_family.params, each_family.config, x, slots, RowSlots(np.array([1, 1, 1])))
     lengths = [40, 7, 25]
-    row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
+    row = np.concatenate([sequence[:length] for sequence, length in zip(x, lengths, strict=True)])[None]
     starts = np.cumsum([0, *lengths[:-1]])
     start_BT = np.repeat(starts, lengths).astype(np.int32)[None]
     together = evaluate(each_family.params, each_family.config, row, adapter, start_BT=start_BT)[0]
-    for each, start, length in zip(alone, starts, lengths, strict=True):
-        np.testing.assert_allclose(together[start : start + length], each[:length], atol=2e-5)
+    for sequence, start, length in zip(alone, starts, lengths, strict=True):
+        np.testing.assert_allclose(together[start : start + length], sequence[:length], atol=2e-5)
 
 
 @pytest.mark.slow
 def test_long_packed_sequences_equal_separate_rows(unlike):
-    """Sequences longer and shorter than blocks of attention and chunks of the delta rule, and one of one token."""
+    """Sequences are longer and shorter than attention blocks and delta-rule chunks.
+
+    One has a single token.
+    """
     lengths = [70, 5, 130, 64, 1, 27]
     x, adapter = tokens(len(lengths), max(lengths)), unlike.adapter(1)
     alone = evaluate(unlike.params, unlike.config, x, adapter)
-    row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
+    row = np.concatenate([sequence[:length] for sequence, length in zip(x, lengths, strict=True)])[None]
     starts = np.cumsum([0, *lengths[:-1]])
     start_BT = np.repeat(starts, lengths).astype(np.int32)[None]
     together = evaluate(unlike.params, unlike.config, row, adapter, start_BT=start_BT)[0]
-    for each, start, length in zip(alone, starts, lengths, strict=True):
-        np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
+    for sequence, start, length in zip(alone, starts, lengths, strict=True):
+        np.testing.assert_allclose(together[start : start + length], sequence[:length], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("by_layer", "is_separate", "in_groups"), [(False, False, True), (False, True, True), (True, False, False)]
 )
 def test_decoding_equals_the_full_forward(each_family, by_layer, is_separate, in_groups):
-    """`in_groups` all rows are multiplied with all adapters in use."""
+    """With `in_groups`, all rows are multiplied with all adapters in use."""
     config = each_family.config
-    slots, rows = slots_of(each_family)
+    slots, rows = make_slots(each_family)
     x = tokens()
     whole = evaluate(each_family.params, config, x, slots, rows)
 
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, rows)
     prompts = np.array([1, 0, 0])
-    cache = started(prefilled, prompts)
+    cache = start_samples(prefilled, prompts)
     in_use = np.array([2, 0, 1, 0])
     group_M = np.array([in_use.tolist().index(slot) for slot in rows.slot_G[prompts]])
-    of_samples = RowSlots(in_use, group_M) if in_groups else RowSlots(rows.slot_G[prompts])
+    sample_slots = RowSlots(in_use, group_M) if in_groups else RowSlots(rows.slot_G[prompts])
+
     for position in range(6, 14):
         hidden, cache = decode_step(
             each_family.params,
@@ -197,21 +202,22 @@ def test_decoding_equals_the_full_forward(each_family, by_layer, is_separate, in
             np.full(3, position),
             cache,
             slots,
-            of_samples,
+            sample_slots,
             by_layer=by_layer,
             is_separate=is_separate,
         )
+
         np.testing.assert_allclose(hidden, whole[prompts, position], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [(20, 20), (16, 3, 21), (1, 32, 7)])
 def test_chunked_prefill_equals_the_full_forward(each_family, chunks):
     config = each_family.config
-    slots, rows = slots_of(each_family)
+    slots, rows = make_slots(each_family)
     x = tokens()
     assert sum(chunks) == LENGTH
     whole = evaluate(each_family.params, config, x, slots, rows)
-    past = unwritten(each_family.params, config)
+    past = make_unwritten_cache(each_family.params, config)
     start = 0
     for size in chunks:
         chunk = np.pad(x[:, start : start + size], ((0, 0), (0, 32 - size)))
@@ -227,9 +233,9 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
     x = tokens()
     whole = evaluate(loaded.params, config, x)
     heads = [mixer.heads for mixer in config.mixers]
-    assert all((kernels.get_past_kernel(each, UNSHARDED) is None) == (kernels is NO_KERNELS) for each in heads)
-    _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
-    cache = started(prefilled, range(3))
+    assert all((kernels.get_past_kernel(spec, UNSHARDED) is None) == (kernels is NO_KERNELS) for spec in heads)
+    _, prefilled = prefill(loaded.params, config, x[:, :10])  # positions after a sample's position must not be read
+    cache = start_samples(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
     params = replace(loaded.params, kernels=kernels)
     hidden, cache = decode_step(params, config, x[rows, positions], positions, cache)
@@ -238,14 +244,14 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
 
 @pytest.mark.parametrize("kernels", [NO_KERNELS, Kernels(pages=MOSAIC_PAGES, interpret=True)], ids=["loop", "kernel"])
 def test_heads_of_few_dims_have_more_in_the_cache_of_a_tpu(loaded, kernels):
-    """With zeros, which change nothing, and with which the kernel reads them."""
+    """The added dims are zeros. They change nothing, and the kernel can read them."""
     config, x = pad_cached_dims(loaded.config, "tpu"), tokens()
     assert pad_cached_dims(loaded.config, "gpu") is loaded.config
     assert all(mixer.heads.key_dim < 128 and mixer.cache_heads.key_dim == 128 for mixer in config.mixers)
     whole = evaluate(loaded.params, loaded.config, x)
     _, prefilled = prefill(loaded.params, config, x[:, :10])
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
-    cache = started(prefilled, range(3))
+    cache = start_samples(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
     params = replace(loaded.params, kernels=kernels)
     hidden, cache = decode_step(params, config, x[rows, positions], positions, cache)
@@ -259,11 +265,11 @@ def test_latents_have_zeros_after_them_in_the_cache_of_a_tpu(tmp_path):
     _, prefilled = prefill(loaded.params, config, x[:, :10])
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
     rows, positions = np.arange(3), np.array([3, 7, 9])
-    hidden, _ = decode_step(loaded.params, config, x[rows, positions], positions, started(prefilled, range(3)))
+    hidden, _ = decode_step(loaded.params, config, x[rows, positions], positions, start_samples(prefilled, range(3)))
     np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
 
 
-LONG = DENSE_LENGTH + 6  # of blocked attention, which marks its saved results in its own derivative rule
+LONG = DENSE_LENGTH + 6  # long enough for blocked attention, which marks its saved results in its own derivative rule
 
 
 @partial(fast_jit, static_argnames=("config", "policy"))
@@ -343,7 +349,7 @@ def test_bfloat16_weights_keep_float32_results(loaded):
     error = np.abs(hidden[:, :10] - expected).max() / np.abs(expected).max()
     assert 0 < error < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
 
-    cache = started(prefilled, range(3))
+    cache = start_samples(prefilled, range(3))
     decoded, cache = decode_step(low, loaded.config, x[:, 9], np.full(3, 9), cache, adapter)
     assert decoded.dtype == jnp.float32 and cache[0].positions.k.dtype == jnp.bfloat16
     assert np.abs(decoded - expected[:, 9]).max() / np.abs(expected).max() < 0.03
@@ -360,8 +366,8 @@ def test_embeddings_and_positions_may_be_given(loaded):
     np.testing.assert_allclose(evaluate(params, config, x, start_BT=start, position_BT=later), whole, atol=1e-5)
     assert np.abs(evaluate(params, config, x, start_BT=start, position_BT=2 * later) - whole).max() > 1e-2
 
-    hidden, past = extend(params, config, embedded[:, :32], np.int32(0), unwritten(params, config), PROMPTS)
-    expected, same = extend(params, config, x[:, :32], np.int32(0), unwritten(params, config), PROMPTS)
+    hidden, past = extend(params, config, embedded[:, :32], np.int32(0), make_unwritten_cache(params, config), PROMPTS)
+    expected, same = extend(params, config, x[:, :32], np.int32(0), make_unwritten_cache(params, config), PROMPTS)
     np.testing.assert_array_equal(hidden, expected)
     jax.tree.map(np.testing.assert_array_equal, past, same)
 
@@ -376,8 +382,8 @@ def test_scaled_embeddings_have_a_factor_in_the_type_of_the_weights(loaded, hidd
         np.testing.assert_array_equal(found, table[x].astype(jnp.float32) * expected)
 
 
-def one_by_one(params, config):
-    """Return the same model with each layer as a group of its own."""
+def split_groups(params, config):
+    """Return the same model with each layer in its own group."""
     found = {
         layer: (stack.block, {name: leaf[place : place + 1] for name, leaf in own.items()})
         for stack, own in zip(config.stacks, params.layers, strict=True)
@@ -388,11 +394,11 @@ def one_by_one(params, config):
     return replace(params, layers=tuple(own for _, own in layers)), replace(config, groups=groups)
 
 
-def in_layer_order(cache, config) -> list:
+def sort_by_layer(cache, config) -> list:
     """Return the positions of each layer of the prompts."""
     found = {
-        layer: jax.tree.map(lambda leaf, place=place: leaf[place], each)
-        for stack, each in zip(config.stacks, get_positions(cache, PROMPTS), strict=True)
+        layer: jax.tree.map(lambda leaf, place=place: leaf[place], positions)
+        for stack, positions in zip(config.stacks, get_positions(cache, PROMPTS), strict=True)
         for place, layer in enumerate(stack.layers)
     }
     return [found[layer] for layer in range(config.num_layers)]
@@ -402,18 +408,23 @@ def test_a_cycle_of_unlike_layers_equals_its_layers_one_by_one(alternating):
     params, config = alternating.params, alternating.config
     (group,) = config.groups
     assert len(group.stacks) == 2 and group.num_repeats == 2
-    apart = one_by_one(params, config)
+
+    apart = split_groups(params, config)
     adapter, x = alternating.adapter(1), tokens()
-    slots, rows = slots_of(alternating)
+    slots, rows = make_slots(alternating)
     close = partial(np.testing.assert_allclose, atol=1e-5)
+
     close(evaluate(params, config, x, adapter), evaluate(*apart, x, adapter))
     close(evaluate(params, config, x, slots, rows), evaluate(*apart, x, slots, rows))
+
     gradients = [adapter_gradient(*model, adapter, tokens(2, 8)) for model in ((params, config), apart)]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *gradients)
+
     (hidden, past), (expected, other) = (prefill(*model, x[:, :20], slots, rows) for model in ((params, config), apart))
     close(hidden, expected)
+
     jax.tree.map(
         lambda ours, theirs: close(ours[..., :20, :], theirs[..., :20, :]),
-        in_layer_order(past, config),
-        in_layer_order(other, apart[1]),
+        sort_by_layer(past, config),
+        sort_by_layer(other, apart[1]),
     )

@@ -1,4 +1,4 @@
-"""The config.json of Gemma 3 is read into blocks with windows and ropes of their own, or a key of it is refused."""
+"""The config.json of Gemma 3: blocks with windows and two ropes, and keys that are refused."""
 
 import json
 import math
@@ -18,13 +18,13 @@ from skyrl_tx.models.parts.feed_forward import Dense
 FOLDER = Path(__file__).parent / "hub_configs"
 
 
-def content_of(name: str) -> dict[str, Any]:
+def read_content(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def read(name: str, **changes: Any) -> ModelConfig:
-    """Read a config with changes to that of the text model, which a model with images nests."""
-    content = content_of(name)
+    """Read a config with changes, which apply to the nested text model if there is one."""
+    content = read_content(name)
     if "text_config" in content:
         return GEMMA3.config_from_hf({**content, "text_config": {**content["text_config"], **changes}})
     return GEMMA3.config_from_hf({**content, **changes})
@@ -37,19 +37,24 @@ PUBLISHED = {
     "gemma-3-12b-it": (12_187_325_040, 48, 8.0),
     "gemma-3-27b-it": (27_432_406_640, 62, 8.0),
 }
-"""Published numbers of parameters, with those of images, and of layers, and the factor of positions without window."""
+"""Published numbers of parameters, including images, and of layers.
+
+The last entry is the rope factor of layers without a window, or None.
+"""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_sixth_layer_of_gemma_3_is_without_a_window(name: str) -> None:
     (_, num_layers, factor), config = PUBLISHED[name], read(name)
-    window = get_text_config(content_of(name))["sliding_window"]
+    window = get_text_config(read_content(name))["sliding_window"]
     mixers = [block.mixer for block in config.blocks]
     windows = [mixer.window for mixer in mixers if isinstance(mixer, Attention)]
+
     assert windows == ([window] * 5 + [None]) * (num_layers // 6) + [window] * (num_layers % 6)
     assert [len(group.stacks) for group in config.groups] == [6, 1][: 1 + (num_layers % 6 > 0)]
     assert config.scales_embeddings and config.tied_embeddings
     assert all(block.has_output_norms for block in config.blocks)
+
     for block in config.blocks:
         assert isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Dense)
         assert block.mixer.norm_epsilon == 1e-6 and block.feed_forward.activation == "gelu_tanh"
@@ -63,7 +68,7 @@ def test_every_sixth_layer_of_gemma_3_is_without_a_window(name: str) -> None:
 def test_gemma_3_has_its_published_number_of_parameters(name: str) -> None:
     config = read(name)
     found = sum(math.prod(leaf.shape) for leaf in flatten(describe_params(config)).values())
-    if vision := content_of(name).get("vision_config"):
+    if vision := read_content(name).get("vision_config"):
         size, width, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
         layer = 4 * (size + 1) * size + (size + 1) * width + (width + 1) * size + 2 * 2 * size
         found += (3 * patch**2 + 1) * size + (vision["image_size"] // patch) ** 2 * size + 2 * size
@@ -72,7 +77,7 @@ def test_gemma_3_has_its_published_number_of_parameters(name: str) -> None:
 
 
 def test_what_gemma_3_leaves_out_has_its_default() -> None:
-    content = content_of("gemma-3-1b-it")
+    content = read_content("gemma-3-1b-it")
     for key in (
         *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation", "rms_norm_eps"),
         *("query_pre_attn_scalar", "rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern"),

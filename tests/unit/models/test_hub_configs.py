@@ -30,33 +30,36 @@ from skyrl_tx.models.parts.latent_attention import LatentAttention
 
 MOONLIGHT = "Moonlight-16B-A3B"
 FOLDER = Path(__file__).parent / "hub_configs"
-"""Files as published, less what no model reads; of Qwen3.5, DeepSeek's line and Nemotron the published sizes."""
+"""Files as published, without keys that no model reads.
+
+For Qwen3.5, DeepSeek and its relatives, and Nemotron, only the sizes are the published ones.
+"""
 
 
-def content_of(name: str) -> dict[str, Any]:
+def read_content(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def read(name: str, **changes: Any) -> ModelConfig:
-    content = {**content_of(name), **changes}
+    content = {**read_content(name), **changes}
     return find_family(content).config_from_hf(content)
 
 
 def read_text(name: str, **changes: Any) -> ModelConfig:
-    """Read the config of the text model that a model with images nests, with changes there."""
-    content = content_of(name)
+    """Read the config of a model with images, with changes to its nested text model."""
+    content = read_content(name)
     return read(name, text_config={**content["text_config"], **changes})
 
 
-def windows_of(config: ModelConfig) -> list[int | None]:
+def list_windows(config: ModelConfig) -> list[int | None]:
     mixers = [block.mixer for block in config.blocks]
     return [mixer.window for mixer in mixers if isinstance(mixer, Attention)]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_a_public_config_is_accepted(name: str) -> None:
-    config, content = read(name), get_text_config(content_of(name))
-    content = {**find_family(content_of(name)).defaults, **content}
+    config, content = read(name), get_text_config(read_content(name))
+    content = {**find_family(read_content(name)).defaults, **content}
     assert config.num_layers == content["num_hidden_layers"]
     assert get_targets(config)["unembed"].outputs == content["vocab_size"]
 
@@ -70,8 +73,8 @@ def test_adapters_are_cut_for_the_loops_over_layers_and_joined_again(name: str) 
         if target != "unembed"
     }
     pairs = cut_pairs(config, weights)
-    for group, of_group in zip(config.groups, pairs, strict=True):
-        assert all(leaf.shape[0] == group.num_repeats for leaf in jax.tree.leaves(of_group))
+    for group, group_pairs in zip(config.groups, pairs, strict=True):
+        assert all(leaf.shape[0] == group.num_repeats for leaf in jax.tree.leaves(group_pairs))
     joined = join_pairs(config, pairs)
     jax.tree.map(np.testing.assert_array_equal, joined, weights)
 
@@ -82,7 +85,7 @@ def test_adapters_are_cut_for_the_loops_over_layers_and_joined_again(name: str) 
 )
 def test_layers_of_mistral_have_one_window_or_none(name: str, window: int | None) -> None:
     config = read(name)
-    assert windows_of(config) == [window] * config.num_layers and len(config.stacks) == 1
+    assert list_windows(config) == [window] * config.num_layers and len(config.stacks) == 1
 
 
 def test_heads_of_mistral_may_be_narrower_than_its_hidden_size() -> None:
@@ -91,15 +94,15 @@ def test_heads_of_mistral_may_be_narrower_than_its_hidden_size() -> None:
 
 
 def test_a_window_that_mistral_does_not_name_has_its_default() -> None:
-    content = content_of("Mistral-7B-v0.3")
+    content = read_content("Mistral-7B-v0.3")
     del content["sliding_window"]
-    assert set(windows_of(find_family(content).config_from_hf(content))) == {4096}
+    assert set(list_windows(find_family(content).config_from_hf(content))) == {4096}
 
 
 @pytest.mark.parametrize(("name", "num_layers", "num_experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
 def test_layers_of_gpt_oss_alternate(name: str, num_layers: int, num_experts: int) -> None:
     config = read(name)
-    assert windows_of(config) == [128, None] * (num_layers // 2)
+    assert list_windows(config) == [128, None] * (num_layers // 2)
     assert [len(group.stacks) for group in config.groups] == [2], "one loop over pairs of layers"
     mixer, mixture = config.blocks[0].mixer, config.blocks[0].feed_forward
     assert isinstance(mixer, Attention) and isinstance(mixture, Mixture)
@@ -116,7 +119,7 @@ def test_gpt_oss_has_its_published_number_of_parameters(name: str, billions: flo
 
 
 def test_what_gpt_oss_leaves_out_has_its_default() -> None:
-    content = content_of("gpt-oss-20b")
+    content = read_content("gpt-oss-20b")
     for key in ("layer_types", "rope_scaling", "swiglu_limit", "attention_bias", "sliding_window", "rms_norm_eps"):
         content.pop(key)
     assert find_family(content).config_from_hf(content) == read("gpt-oss-20b")
@@ -130,14 +133,17 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
     ],
 )
 def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
-    config, content = read(name), get_text_config(content_of(name))
+    config, content = read(name), get_text_config(read_content(name))
     assert [len(group.stacks) for group in config.groups] == [1, 1], "one loop over dense layers, one over others"
+
     kinds = [type(block.feed_forward) for block in config.blocks]
     assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
+
     (attention,) = {block.mixer for block in config.blocks}
     assert isinstance(attention, LatentAttention) and attention.has_paired_rope
-    assert [each.shape for each in jax.tree.leaves(attention.describe_cache().positions)] == [(1, 576)]
+    assert [leaf.shape for leaf in jax.tree.leaves(attention.describe_cache().positions)] == [(1, 576)]
     assert attention.query_latent_dim == content["q_lora_rank"]
+
     mixture = config.blocks[-1].feed_forward
     assert isinstance(mixture, Mixture) and mixture.has_correction and not mixture.has_shared_gate
     assert mixture.routing == Routing(
@@ -149,6 +155,7 @@ def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: i
         num_chosen_groups=content["topk_group"],
         factor=content["routed_scaling_factor"],
     )
+
     leaves = flatten(describe_params(config)).values()
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=1e-3)
 
@@ -157,7 +164,7 @@ def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: i
     ("name", "billions", "has_norm", "num_dense"), [("GLM-4.5-Air", 106.85, False, 1), ("GLM-4.5", 352.8, True, 3)]
 )
 def test_layers_of_glm(name: str, billions: float, has_norm: bool, num_dense: int) -> None:
-    config, content = read(name), content_of(name)
+    config, content = read(name), read_content(name)
     kinds = [type(block.feed_forward) for block in config.blocks]
     assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
     (attention,) = {block.mixer for block in config.blocks}
@@ -173,7 +180,7 @@ def test_layers_of_glm(name: str, billions: float, has_norm: bool, num_dense: in
 
 @pytest.mark.parametrize("name", ["GLM-4.5-Air", "GLM-4.7-Flash"])
 def test_what_glm_leaves_out_has_its_default(name: str) -> None:
-    content = content_of(name)
+    content = read_content(name)
     for key in ("n_group", "topk_group", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps"):
         content.pop(key)
     for key in ("first_k_dense_replace", "partial_rotary_factor", "max_position_embeddings"):
@@ -207,7 +214,7 @@ def test_keys_of_glm_are_refused_by_name(name: str, changes: dict[str, Any], nam
     ],
 )
 def test_scores_of_deepseek_grow_with_its_context(name: str, amplitude: float, factor: float) -> None:
-    """Covers mscale = 0.1 ln(factor) + 1, whose square multiplies scores, and not cosine and sine."""
+    """The square of mscale = 0.1 ln(factor) + 1 multiplies scores, and not cosine and sine."""
     mixer = read(name).blocks[0].mixer
     assert isinstance(mixer, LatentAttention)
     assert mixer.rope.amplitude == amplitude and mixer.rope.score_factor == pytest.approx(factor)
@@ -322,7 +329,7 @@ def test_qwen3_5_has_as_many_parameters_as_its_name_says(name: str, billions: fl
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_mixtures_of_qwen3_5_have_a_shared_expert(name: str) -> None:
-    config, content = read(name), get_text_config(content_of(name))
+    config, content = read(name), get_text_config(read_content(name))
     (mixture,) = {block.feed_forward for block in config.blocks}
     assert isinstance(mixture, Mixture)
     experts, chosen = content["num_experts"], content["num_experts_per_tok"]
@@ -349,7 +356,7 @@ def test_qwen3_next_is_read_as_published() -> None:
 
 
 def test_what_qwen3_next_leaves_out_has_its_default() -> None:
-    content = content_of(NEXT)
+    content = read_content(NEXT)
     for key in [*content]:
         if key.startswith(("linear_", "mlp_only", "shared_", "moe_", "num_ex", "norm_topk", "decoder_", "partial_")):
             del content[key]
@@ -383,14 +390,14 @@ def test_keys_of_qwen3_next_are_refused_by_name(changes: dict[str, Any], named: 
 
 @pytest.mark.parametrize("name", QWEN3_5)
 def test_a_text_only_config_of_qwen3_5_reads_the_same(name: str) -> None:
-    content = content_of(name)
+    content = read_content(name)
     text = {**content["text_config"], "architectures": [find_family(content).architecture]}
     assert find_family(text).config_from_hf(text) == read(name)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
 def test_what_qwen3_5_leaves_out_has_its_default(name: str) -> None:
-    content = content_of(name)
+    content = read_content(name)
     optional = (
         *("layer_types", "full_attention_interval", "head_dim", "rms_norm_eps", "attn_output_gate"),
         *("mamba_ssm_dtype", "attention_bias"),
@@ -403,6 +410,7 @@ def test_what_qwen3_5_leaves_out_has_its_default(name: str) -> None:
     for key in optional:
         del content["text_config"][key]
     del content["text_config"]["rope_parameters"]["partial_rotary_factor"]
+
     assert find_family(content).config_from_hf(content) == read(name)
 
 

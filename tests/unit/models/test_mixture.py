@@ -1,4 +1,4 @@
-"""A mixture with an expert to which all tokens go."""
+"""A mixture with a shared expert, which all tokens use."""
 
 import jax
 import numpy as np
@@ -27,19 +27,19 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, np.ndarray]:
-    return {name: normal(seed, *each.shape) for seed, (name, each) in enumerate(MIXTURE.describe().items())}
+    return {name: normal(seed, *parameter.shape) for seed, (name, parameter) in enumerate(MIXTURE.describe().items())}
 
 
-def adapters_of(*slots: int) -> dict[str, RowAdapter]:
+def make_adapters(*slots: int) -> dict[str, RowAdapter]:
     """Return an adapter of the shared expert for each row."""
 
     def stack(seed: int, *shape: int) -> np.ndarray:
         return np.stack([normal(seed + slot, *shape) for slot in slots])
 
     pairs = {
-        name: LoraPair(a=stack(50, each.inputs, RANK), b=stack(60, RANK, each.outputs))
-        for name, each in MIXTURE.targets().items()
-        if each.num_experts is None
+        name: LoraPair(a=stack(50, target.inputs, RANK), b=stack(60, RANK, target.outputs))
+        for name, target in MIXTURE.targets().items()
+        if target.num_experts is None
     }
     scale = np.full(len(slots), 0.5, np.float32)
     return {name: RowAdapter(pair, scale) for name, pair in pairs.items()}
@@ -61,9 +61,9 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def test_the_shared_expert_is_added_with_the_weight_of_its_gate(params):
     x, slots = normal(99, 3, D), (1, 4, 2)
-    adapters, expected = adapters_of(*slots), []
+    adapters, expected = make_adapters(*slots), []
     for row, slot in enumerate(slots):
-        own = adapters_of(slot)
+        own = make_adapters(slot)
 
         def linear(x, name, own=own):
             pair = jax.tree.map(lambda leaf: leaf[0], own[SHARED_PREFIX + name].pair)
@@ -80,14 +80,17 @@ def test_the_shared_expert_is_added_with_the_weight_of_its_gate(params):
 
 @pytest.mark.parametrize("num_rows", [37, 150])
 def test_the_bits_of_a_token_do_not_depend_on_its_row(params, num_rows):
-    """The product with a matrix of one column, as which the gate is stored, would have others in the last rows."""
+    """The gate is stored as a matrix of one column.
+
+    A plain product would give the last rows different bits.
+    """
     x = np.broadcast_to(normal(99, D), (num_rows, D))
     found = np.asarray(apply(x, params, {}))
     np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
 
 
 def test_a_nan_in_the_adapter_of_one_row_does_not_spread(params):
-    x, adapters = normal(98, 3, D), adapters_of(1, 2, 3)
+    x, adapters = normal(98, 3, D), make_adapters(1, 2, 3)
     spoilt = jax.tree.map(np.array, adapters)
     for row in spoilt.values():
         row.pair.a[1] = row.pair.b[1] = np.nan

@@ -1,4 +1,4 @@
-"""The config.json of Nemotron-H is read into layers of one part each."""
+"""The config.json of Nemotron-H is read into layers with one part each."""
 
 import math
 from typing import Any
@@ -12,18 +12,18 @@ from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.feed_forward import Dense, Mixture
 from skyrl_tx.models.parts.mamba import Mamba
-from tests.unit.models.test_hub_configs import content_of
+from tests.unit.models.test_hub_configs import read_content
 
 NANO, LIGHTNING, SUPER = "Nemotron-3-Nano-30B-A3B", "Nemotron-3.5-Lightning-30B-A3B", "Nemotron-3-Super-120B-A12B"
 LETTERS = {Mamba: "M", Attention: "*", Mixture: "E", Dense: "-"}
 
 
 def read(name: str, *, without: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
-    content = {key: value for key, value in content_of(name).items() if key not in without} | changes
+    content = {key: value for key, value in read_content(name).items() if key not in without} | changes
     return find_family(content).config_from_hf(content)
 
 
-def letter_of(block: Block) -> str:
+def get_letter(block: Block) -> str:
     (part,) = block.parts
     return LETTERS[type(part)]
 
@@ -31,8 +31,8 @@ def letter_of(block: Block) -> str:
 @pytest.mark.parametrize(("name", "billions"), [(NANO, 31.58), (LIGHTNING, 31.58), (SUPER, 120.67)])
 def test_layers_have_one_part_each(name: str, billions: float) -> None:
     config = read(name)
-    pattern = content_of(SUPER if name == SUPER else NANO)["hybrid_override_pattern"]
-    assert "".join(map(letter_of, config.blocks)) == pattern
+    pattern = read_content(SUPER if name == SUPER else NANO)["hybrid_override_pattern"]
+    assert "".join(map(get_letter, config.blocks)) == pattern
     leaves = flatten(describe_params(config)).values()
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=1e-3)
 
@@ -53,7 +53,7 @@ def test_parts_of_super() -> None:
 @pytest.mark.parametrize("key", ["layers_block_type", "layer_types"])
 def test_layers_may_be_listed_under_old_and_new_names(key: str) -> None:
     new = {"mamba": "linear_attention", "attention": "full_attention"}
-    listed = content_of(LIGHTNING)["layers_block_type"]
+    listed = read_content(LIGHTNING)["layers_block_type"]
     given = {key: [new.get(kind, kind) for kind in listed]}
     assert read(NANO, without=("hybrid_override_pattern",), **given) == read(NANO) == read(LIGHTNING)
 

@@ -1,4 +1,7 @@
-"""`make gpu-rl`: lengths, records and the table; tests/serve/test_gpu_benchmark.py runs all of it."""
+"""`make gpu-rl`: lengths, records and the table.
+
+tests/serve/test_gpu_benchmark.py runs the whole benchmark.
+"""
 
 import os
 import signal
@@ -136,6 +139,7 @@ with open({str(tmp_path / "log")!r}, "wb") as log:
     process.wait(100)
 """
     root = Path(__file__).parents[3]
+
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -144,4 +148,5 @@ with open({str(tmp_path / "log")!r}, "wb") as log:
         group = int(run.stdout.readline())
         run.terminate()
         assert run.wait(10) == 128 + signal.SIGTERM
+
     until(lambda: not is_alive(group))

@@ -1,4 +1,7 @@
-"""Environments are built once, never half, and say why they cannot be had. The recipes here need no package index."""
+"""Environments are built once and completely, and errors say why one is unavailable.
+
+The recipes here need no package index.
+"""
 
 import venv
 
@@ -18,7 +21,7 @@ from tests.support.client_environments import (
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """Write a wheel by hand: what pip can install without an index or a build."""
+    """Write wheels by hand, which pip can install without an index or a build."""
     import zipfile
 
     directory = tmp_path_factory.mktemp("wheels")
@@ -100,7 +103,7 @@ def test_says_why_it_cannot_be_made(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Replace pip, whose work another test covers: a build makes an empty environment."""
+    """Replace pip with a build that makes an empty environment. Another test covers pip."""
 
     def build(recipe, directory, python, below):
         if "absent" in recipe.requirements:

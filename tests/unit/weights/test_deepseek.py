@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSeek-V3: maps of keys and values next to each other, and layers that predict further tokens."""
+"""DeepSeek-V3 checkpoints: joint maps of keys and values, layers that predict further tokens."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_layers_that_predict_further_tokens_are_left_out_if_the_config_has_them(
 
 
 def nest(directory: Path) -> None:
-    """Rewrite the files as those of Kimi K2.5, which reads images too."""
+    """Rewrite the files in the format of Kimi K2.5, which also reads images."""
     nested = {f"language_model.{name}": tensor for name, tensor in load_file(directory / FILE).items()}
     others = ("vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight")
     save_file(nested | dict.fromkeys(others, np.ones((2, 2), np.float32)), directory / FILE)
@@ -110,6 +110,7 @@ def test_an_adapter_is_merged_into_kimi_k2_5_under_its_names(directory, tmp_path
     merge_adapter(directory, DEEPSEEK_V3.bind_weights(config), adapter, out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     assert after.keys() == before.keys()
+
     for name, tensor in before.items():
         a, b = factors.get(name.removeprefix("language_model.").removesuffix(".weight"), (None, None))
         wanted = tensor if a is None or b is None else tensor + 0.5 * (b @ a)

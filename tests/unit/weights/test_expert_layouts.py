@@ -1,4 +1,4 @@
-"""Experts that are stacked, and experts with tensors of their own: the same arrays, and the same merged models."""
+"""Stacked experts and separate expert tensors give the same arrays and the same merged models."""
 
 import itertools
 import re
@@ -29,25 +29,28 @@ def same(tensors: Tensors) -> Tensors:
 
 
 def split(tensors: Tensors) -> Tensors:
-    """Return the tensors with three of each expert in place of two of each layer."""
+    """Return the tensors with three tensors for each expert instead of two for each layer."""
     found: Tensors = {}
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         prefix, _, leaf = name.rpartition(".experts.")
         if leaf not in ("gate_up_proj", "down_proj"):
-            found[name] = each
+            found[name] = tensor
             continue
-        for expert, matrix in enumerate(each):
+        for expert, matrix in enumerate(tensor):
             own = f"{prefix}.experts.{expert}"
             if leaf == "gate_up_proj":
                 found |= {f"{own}.gate_proj.weight": matrix[:F], f"{own}.up_proj.weight": matrix[F:]}
             else:
                 found[f"{own}.down_proj.weight"] = matrix
-    return {name: np.ascontiguousarray(each) for name, each in found.items()}
+    return {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
 
 
 def with_images(tensors: Tensors) -> Tensors:
-    """Return the tensors as those of a model with images, which also predicts further tokens with split experts."""
-    nested = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
+    """Return the tensors under the names of a model with images.
+
+    The model also predicts further tokens, with split experts.
+    """
+    nested = {re.sub("^model[.]", "model.language_model.", name): tensor for name, tensor in tensors.items()}
     others = ("mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.fc.weight", "model.visual.blocks.0.attn.qkv.weight")
     return nested | dict.fromkeys(others, np.ones((2, 2), np.float32))
 
@@ -77,8 +80,8 @@ def load(directory: Path, **options: Any) -> Tensors:
 
 def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
-    for path, each in expected.items():
-        np.testing.assert_array_equal(found[path], each, err_msg=path)
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,13 +99,17 @@ def test_the_rows_of_gates_come_before_those_of_up_projections(directory):
             mlp = f"model.layers.{layer}.mlp"
             rows = tensors[f"{mlp}.experts.gate_up_proj"]
             assert rows.shape == (E, 2 * F, D)
+
             found = {leaf: loaded[f"layers.{stack}.{leaf}"][index] for leaf in ("expert_gate_proj", "expert_up_proj")}
             np.testing.assert_array_equal(found["expert_gate_proj"], rows[:, :F].swapaxes(1, 2))
             np.testing.assert_array_equal(found["expert_up_proj"], rows[:, F:].swapaxes(1, 2))
+
             down = loaded[f"layers.{stack}.expert_down_proj"][index]
             np.testing.assert_array_equal(down, tensors[f"{mlp}.experts.down_proj"].swapaxes(1, 2))
+
             shared = loaded[f"layers.{stack}.shared_up_proj"][index]
             np.testing.assert_array_equal(shared, tensors[f"{mlp}.shared_expert.up_proj.weight"].T)
+
             gate = loaded[f"layers.{stack}.shared_gate"][index]
             np.testing.assert_array_equal(gate, tensors[f"{mlp}.shared_expert_gate.weight"])
 
@@ -115,20 +122,21 @@ def halves(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
 
 @pytest.mark.parametrize("layout", ["stacked", "split"])
 def test_parts_are_parts_of_the_whole(directory, layout):
-    """As a mesh reads them: halves of experts, inputs and outputs."""
+    """A mesh reads halves of experts, inputs and outputs."""
     rewrite(directory, LAYOUTS[layout])
     whole, tensors = load(directory), load_file(directory / FILE)
     content = hf.read_json(directory, "config.json")
     family = find_family(content)
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(content)))
     rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(family.weights, tensors), parameters)}
+
     for path in [path for path in parameters if "expert_" in path]:
         rule = rules[get_rule_path(path)]
         for index, name in rule.iterate_tensors(parameters[path]):
             own = whole[path][index]
             for part in halves(own.shape):
-                ours = tuple((each.start, each.stop) for each in part)
-                theirs = tensors[name][tuple(slice(*each) for each in rule.get_tensor_part(ours))]
+                ours = tuple((cut.start, cut.stop) for cut in part)
+                theirs = tensors[name][tuple(slice(*cut) for cut in rule.get_tensor_part(ours))]
                 found = rule.view_part(theirs, ours)
                 np.testing.assert_array_equal(found, own[part], err_msg=name)
 
@@ -170,15 +178,15 @@ UPDATES = {
 }
 
 
-def adapter_of(factors: dict[str, Factors]) -> AdapterFiles:
+def make_adapter(factors: dict[str, Factors]) -> AdapterFiles:
     return AdapterFiles(config={"r": 2, "lora_alpha": 32}, factors=factors)
 
 
-def merged(directory: Path, factors: dict[str, Factors], out: Path) -> Tensors:
+def merge(directory: Path, factors: dict[str, Factors], out: Path) -> Tensors:
     content = hf.read_json(directory, "config.json")
     family = find_family(content)
     out.mkdir()
-    merge_adapter(directory, family.bind_weights(family.config_from_hf(content)), adapter_of(factors), out)
+    merge_adapter(directory, family.bind_weights(family.config_from_hf(content)), make_adapter(factors), out)
     return load_file(out / FILE)
 
 
@@ -189,11 +197,11 @@ def test_merging_changes_the_updated_maps_only(directory, tmp_path, layout):
     for module, (a, b) in UPDATES.items():
         expected[f"{module}.weight"] = expected[f"{module}.weight"] + 16 * (b @ a)
     rewrite(directory, LAYOUTS[layout])
-    found = merged(directory, UPDATES, tmp_path / "out")
+    found = merge(directory, UPDATES, tmp_path / "out")
     assert found.keys() == load_file(directory / FILE).keys()
-    own = split({re.sub("^model[.]language_model[.]", "model.", name): each for name, each in found.items()})
-    for name, each in expected.items():
-        np.testing.assert_allclose(own[name], each, rtol=1e-6, atol=1e-6, err_msg=name)
+    own = split({re.sub("^model[.]language_model[.]", "model.", name): tensor for name, tensor in found.items()})
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(own[name], tensor, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +211,4 @@ def test_merging_changes_the_updated_maps_only(directory, tmp_path, layout):
 def test_an_update_of_an_expert_that_is_not_there_is_refused(directory, tmp_path, layout, message):
     rewrite(directory, LAYOUTS[layout])
     with pytest.raises(AdapterError, match=message):
-        merged(directory, {f"{MLP}.experts.8.up_proj": draw(0, D, F)}, tmp_path / "out")
+        merge(directory, {f"{MLP}.experts.8.up_proj": draw(0, D, F)}, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Checkpoints of Gemma 3: four norms a layer, relative to 1, and the names of models with images, old and new."""
+"""Checkpoints of Gemma 3: four norms per layer, relative to 1, and names of models with images."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ NORMS = {
     "k_norm": "self_attn.k_norm",
 }
 NESTED = {"old": ("language_model.model.", ""), "new": ("model.language_model.", "model.")}
-"""The prefixes of the text model's names, and of others, in files of a model with images."""
+"""Prefixes of the text model's tensors and of all other tensors, for models with images."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def load(directory: Path, **options: Any) -> Tensors:
 
 
 def nest(directory: Path, form: str) -> None:
-    """Rewrite the files as those of a model with images, whose config leaves defaults out."""
+    """Rewrite the files in the format of a model with images, whose config leaves defaults out."""
     text, others = NESTED[form]
     nested = {f"{text}{name.removeprefix('model.')}": tensor for name, tensor in load_file(directory / FILE).items()}
     names = ("vision_tower.vision_model.post_layernorm.bias", "multi_modal_projector.mm_input_projection_weight")
@@ -58,7 +58,7 @@ def nest(directory: Path, form: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_all_norms_are_relative_to_1_and_keep_all_bits(directory: Path, dtype: Any) -> None:
-    tensors = {name: each.astype(dtype) for name, each in load_file(directory / FILE).items()}
+    tensors = {name: tensor.astype(dtype) for name, tensor in load_file(directory / FILE).items()}
     save_file(tensors, directory / FILE)
     loaded = load(directory, dtype=dtype)
     np.testing.assert_array_equal(loaded["final_norm"], 1 + tensors["model.norm.weight"].astype(np.float32))
@@ -93,7 +93,7 @@ def test_a_missing_norm_is_named_as_there(directory: Path, form: str) -> None:
 
 @pytest.mark.parametrize(("form", "unembed"), [("old", "language_model.lm_head.weight"), ("new", "lm_head.weight")])
 def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path, form: str, unembed: str) -> None:
-    """The config need not say that embeddings are tied: that is the default of the family."""
+    """The config need not say that embeddings are tied, because that is the family's default."""
     nest(directory, form)
     draw = np.random.default_rng(0)
     sizes = {"model.layers.1.self_attn.o_proj": (64, 32), "model.unembed_tokens": (32, 256)}
@@ -107,6 +107,7 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
     out.mkdir()
     with pytest.raises(AdapterError, match=f"no tensor '{unembed}'"):
         merge_adapter(directory, rules, adapter, out)
+
     merge_adapter(directory, rules, adapter, out, ties_by_default=config.tied_embeddings)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     prefix = NESTED[form][0]
@@ -116,9 +117,11 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
         changed: before[changed] + updates["model.layers.1.self_attn.o_proj"],
         unembed: embed + updates["model.unembed_tokens"],
     }
+
     assert after.keys() == wanted.keys()
     for name, tensor in wanted.items():
         np.testing.assert_allclose(after[name], tensor, rtol=1e-6, atol=1e-6, err_msg=name)
+
     merged = GEMMA3.config_from_hf(hf.read_json(out, "config.json"))
     assert not merged.tied_embeddings and merged.groups == config.groups
     np.testing.assert_array_equal(load(out)["unembed"], after[unembed])

@@ -1,4 +1,4 @@
-"""Checkpoints: every format read, every fault named."""
+"""Checkpoints: every format is read, and every fault is named."""
 
 import json
 import tracemalloc
@@ -65,8 +65,11 @@ def test_tensors_land_where_they_belong(directory):
     assert "layers.0.q_norm" in flatten(params) and "layers.0.q_bias" not in flatten(params)
 
 
-def cached(hub, name, directory, revision):
-    """Put a model into a cache of the hub as its newest revision: files under their content, links to them by name."""
+def put_into_cache(hub, name, directory, revision):
+    """Put a model into a cache of the hub as its newest revision.
+
+    Files are stored as blobs, with links to them by name.
+    """
     repository = hub / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / revision
     (repository / "refs").mkdir(parents=True, exist_ok=True)
@@ -84,21 +87,21 @@ def test_a_model_of_the_hub_is_identified_by_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     local = write_model(tmp_path / "local")
-    cached(hub, "someone/tiny", local, "0" * 40)
+    put_into_cache(hub, "someone/tiny", local, "0" * 40)
     expected = hash_of_base_model(local)
 
-    def hash_of(name):
+    def compute_hash(name):
         backend = JaxBackend(name, JaxConfig(compile_cache_dir=None, max_context_length=64))
         started = backend.start().base_model_hash
         backend.close()
         return started
 
-    assert hash_of("someone/tiny") == hash_of(str(local)) == expected, "by whatever name it comes"
+    assert compute_hash("someone/tiny") == compute_hash(str(local)) == expected, "by whatever name it comes"
     rewrite(local, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"] + 1}))
-    cached(hub, "someone/tiny", local, "1" * 40)
-    assert hash_of("someone/tiny") == hash_of_base_model(local) != expected, "a new revision is another base"
-    cached(hub, "someone/copy", local, "2" * 40)
-    assert hash_of("someone/copy") == hash_of_base_model(local), "a copy under another name is the same base"
+    put_into_cache(hub, "someone/tiny", local, "1" * 40)
+    assert compute_hash("someone/tiny") == hash_of_base_model(local) != expected, "a new revision is another base"
+    put_into_cache(hub, "someone/copy", local, "2" * 40)
+    assert compute_hash("someone/copy") == hash_of_base_model(local), "a copy under another name is the same base"
 
 
 def test_shards_equal_the_single_file(directory):
@@ -108,9 +111,12 @@ def test_shards_equal_the_single_file(directory):
 
 
 def test_the_host_never_holds_a_second_copy(tmp_path, monkeypatch):
-    """One parameter is held, and the one before until the device has let go of it; all tensors read first took 1.6."""
+    """The host holds one parameter, and the one before it until the device has let go of it.
+
+    Reading all tensors first took 1.6 times the size of the model.
+    """
     directory = write_model(tmp_path, num_layers=8, hidden_size=128, mlp_size=256)
-    put = jax.device_put  # which on CPU may take the host's memory for the device's
+    put = jax.device_put  # on CPU it may use the host's memory without a copy
     monkeypatch.setattr(hf.jax, "device_put", lambda host, *_: jax.block_until_ready(put(host).copy()))
     on_device = partial(load, directory, placement=lambda _: SingleDeviceSharding(jax.devices()[0]))
     on_device()  # what the first call imports and compiles is not counted

@@ -33,8 +33,8 @@ def all_tensors(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def sharded(folder: Path) -> Path:
-    """A model whose tensors lie in three files, in bfloat16."""
+def shard_model(folder: Path) -> Path:
+    """Split a model into three files, in bfloat16."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -62,7 +62,7 @@ def test_a_module_gets_its_update_and_nothing_else_changes(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_shards_stay_shards(tmp_path: Path, dtype: str | None) -> None:
-    base = sharded(write_model(tmp_path / "base", tied_embeddings=True))
+    base = shard_model(write_model(tmp_path / "base", tied_embeddings=True))
     out = tmp_path / "out"
     out.mkdir()
     merge_adapter(base, QWEN3.weights, adapter((Q, 64), ("model.unembed_tokens", 256)), out, dtype)

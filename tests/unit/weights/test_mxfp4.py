@@ -1,4 +1,4 @@
-"""A checkpoint in MXFP4 is read bit for bit as its plain form, whole and in parts, and merges into a plain one."""
+"""An MXFP4 checkpoint is read bit for bit like its plain form, and merges into a plain one."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,17 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write one model twice, in bfloat16: plain in one file, and packed in two, blocks apart from scales."""
+    """Write one model twice, in bfloat16: plain, and packed.
+
+    The packed model has two files, one with the blocks and one with the scales.
+    """
     folder = tmp_path_factory.mktemp("gpt-oss")
     plain = write_model(
         folder / "plain", GPT_OSS.architecture, hidden_size=D, mlp_size=F, experts={"num_local_experts": E}
     )
     tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(plain / "model.safetensors").items()}
     packed, generator = dict(tensors), np.random.default_rng(0)
+
     for layer in range(LAYERS):
         for name, shape in SHAPES.items():
             own = f"model.layers.{layer}.mlp.experts.{name}"
@@ -38,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             tensors[own] = np.ascontiguousarray(numbers).astype(ml_dtypes.bfloat16)
             del packed[own]
             packed |= {own + "_blocks": blocks, own + "_scales": scales}
+
     save_file(tensors, plain / "model.safetensors")
     other = folder / "packed"
     other.mkdir()
@@ -72,8 +77,8 @@ def test_packed_tensors_are_read_as_plain_ones(checkpoints: tuple[Path, Path], d
 def test_parts_need_not_end_where_blocks_do() -> None:
     numbers, blocks, scales = draw(np.random.default_rng(1), 3, 128, 10)
 
-    class Stored:
-        """A slice of safetensors."""
+    class FakeSlice:
+        """A stand-in for a slice of safetensors."""
 
         def __init__(self, array: np.ndarray) -> None:
             self._array = array
@@ -84,7 +89,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
         def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
             return self._array[part]
 
-    tensor = packed.Mxfp4Tensor(Stored(blocks), Stored(scales))
+    tensor = packed.Mxfp4Tensor(FakeSlice(blocks), FakeSlice(scales))
     assert tuple(tensor.get_shape()) == numbers.shape
     for part in ((0, 3, 0, 128, 0, 10), (1, 2, 40, 70, 3, 5), (0, 1, 96, 128, 9, 10), (2, 3, 31, 33, 0, 10)):
         index = tuple(slice(start, stop) for start, stop in zip(part[::2], part[1::2], strict=True))
@@ -92,7 +97,10 @@ def test_parts_need_not_end_where_blocks_do() -> None:
 
 
 def test_every_byte_and_scale_has_its_value() -> None:
-    """Low half first; powers of two from a bias of 127; subnormal numbers are exact in bfloat16."""
+    """The low half comes first.
+
+    Scales are powers of two with a bias of 127, and subnormal numbers are exact in bfloat16.
+    """
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     for scale in (0, 1, 118, 127, 200):
         found = packed.unpack_mxfp4(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
@@ -115,7 +123,7 @@ def test_an_expert_gets_its_update_and_nothing_else_changes(
     inputs, outputs = (F, D) if leaf == "down_proj" else (D, F)
     files = update(f"{EXPERTS}.2.{leaf}", inputs, outputs)
     merge_adapter(checkpoints[form], GPT_OSS.weights, files, tmp_path)
-    before, after = (load(each, np.float32) for each in (checkpoints[0], tmp_path))
+    before, after = (load(directory, np.float32) for directory in (checkpoints[0], tmp_path))
     ((a, b),) = files.factors.values()
     changed = np.asarray(before.layers[1][f"expert_{leaf}"]).copy()
     changed[0, 2] += 16 * (b @ a).T

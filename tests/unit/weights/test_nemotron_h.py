@@ -1,4 +1,4 @@
-"""Checkpoints of Nemotron-H, whose layers have one part each, and adapters of the maps in one of their tensors."""
+"""Checkpoints of Nemotron-H, with one part per layer, and adapters of maps that share a tensor."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ ROWS = {
     "c": slice(2 * INNER + GROUPS, 2 * INNER + 2 * GROUPS),
     "dt": slice(2 * INNER + 2 * GROUPS, None),
 }
-"""The rows of `in_proj`."""
+"""The rows of each part of a Mamba layer in `in_proj`."""
 MAMBA, EXPERTS, ATTENTION, DENSE = (0, 2), (1, 3), 4, 5
 
 
@@ -34,22 +34,22 @@ def directory(tmp_path: Path) -> Path:
     return write_model(tmp_path / "base", "NemotronHForCausalLM")
 
 
-def config_of(directory: Path) -> models.ModelConfig:
+def read_config(directory: Path) -> models.ModelConfig:
     return NEMOTRON_H.config_from_hf(hf.read_json(directory, "config.json"))
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:
-    return flatten(hf.load(directory, models.describe_params(config_of(directory)), NEMOTRON_H.weights))
+    return flatten(hf.load(directory, models.describe_params(read_config(directory)), NEMOTRON_H.weights))
 
 
-def format_of(directory: Path) -> AdapterFormat:
-    return models.make_adapter_format(config_of(directory), NEMOTRON_H.weights, "base")
+def make_format(directory: Path) -> AdapterFormat:
+    return models.make_adapter_format(read_config(directory), NEMOTRON_H.weights, "base")
 
 
-def drawn_adapter(directory: Path) -> AdapterFiles:
-    """Return an adapter of all modules, as one on the server."""
-    draw, format = np.random.default_rng(0), format_of(directory)
-    weights = models.init_adapter(config_of(directory), LoraSpec(rank=2, seed=0)).weights
+def make_adapter(directory: Path) -> AdapterFiles:
+    """Return an adapter of all modules, as the server writes it."""
+    draw, format = np.random.default_rng(0), make_format(directory)
+    weights = models.init_adapter(read_config(directory), LoraSpec(rank=2, seed=0)).weights
     for pair in weights.values():
         np.asarray(pair.b)[:] = draw.standard_normal(pair.b.shape)
     out = directory.parent / "adapter"
@@ -67,6 +67,7 @@ def test_parameters_are_rows_of_one_tensor(directory):
             theirs = tensors[f"{mixer}.in_proj.weight"][rows]
             ours = loaded[f"layers.0.in_proj_{name}"][index]
             np.testing.assert_array_equal(ours, theirs.T if name in "zx" else theirs)
+
         for name in "xbc":
             rows = slice(ROWS[name].start - INNER, ROWS[name].stop - INNER)
             np.testing.assert_array_equal(
@@ -77,7 +78,7 @@ def test_parameters_are_rows_of_one_tensor(directory):
 
 
 def test_each_layer_has_its_norm(directory):
-    """Norms of mixers and of feed-forwards have equal names in the checkpoint."""
+    """In the checkpoint, norms of mixers and of feed-forwards have the same names."""
     loaded, tensors = load(directory), load_file(directory / FILE)
     for path, layers in {
         "layers.0.attn_norm": MAMBA,
@@ -93,7 +94,7 @@ def test_each_layer_has_its_norm(directory):
 
 def test_names_of_transformers_and_further_layers_load_to_the_same_arrays(directory):
     plain, tensors = load(directory), load_file(directory / FILE)
-    renamed = {name.replace("backbone.", "model."): each for name, each in tensors.items()}
+    renamed = {name.replace("backbone.", "model."): tensor for name, tensor in tensors.items()}
     save_file(renamed | {"mtp.layers.0.norm.weight": np.ones(32, np.float32)}, directory / FILE)
     found = load(directory)
     assert found.keys() == plain.keys()
@@ -110,7 +111,7 @@ def test_a_missing_tensor_is_named_as_in_the_checkpoint(directory):
 
 
 def test_modules_have_the_names_of_the_hosted_service(directory):
-    modules = {name: each.module for name, each in format_of(directory).modules.items()}
+    modules = {name: entry.module for name, entry in make_format(directory).modules.items()}
     mixer = "model.layers.{layer}.mixer"
     assert modules == {
         "in_proj_z": f"{mixer}.gate_proj",
@@ -127,23 +128,23 @@ def test_modules_have_the_names_of_the_hosted_service(directory):
 
 @pytest.mark.parametrize("layout", ["cookbook", "peft"])
 def test_an_adapter_in_either_layout_is_read_back(directory, tmp_path, layout):
-    adapter, format = drawn_adapter(directory), format_of(directory)
+    adapter, format = make_adapter(directory), make_format(directory)
     out = tmp_path / "out"
     out.mkdir()
     adapter.to_layout(layout, format.fused).write(out)
     read = read_adapter(out)
     names = {name.rpartition(".")[2] for name in read.factors}
     assert ("in_proj" in names) == (layout == "peft") and ("x_proj" in names) == (layout == "cookbook")
-    _, found = models.fit_adapter(config_of(directory), format, read)
-    _, wanted = models.fit_adapter(config_of(directory), format, adapter)
+    _, found = models.fit_adapter(read_config(directory), format, read)
+    _, wanted = models.fit_adapter(read_config(directory), format, adapter)
     for name, pair in wanted.items():
         np.testing.assert_array_equal(found[name].a, pair.a, err_msg=name)
         np.testing.assert_array_equal(found[name].b, pair.b, err_msg=name)
 
 
 def test_maps_that_experts_lack_may_be_there_without_numbers(directory, tmp_path):
-    """As the hosted service writes them."""
-    adapter, out = drawn_adapter(directory), tmp_path / "out"
+    """The hosted service writes such empty tensors."""
+    adapter, out = make_adapter(directory), tmp_path / "out"
     out.mkdir()
     adapter.to_layout("cookbook").write(out)
     tensors = load_file(out / "adapter_model.safetensors")
@@ -163,22 +164,23 @@ def test_an_adapter_of_other_rows_is_refused(directory):
     module = "model.layers.0.mixer.in_proj"
     adapter = AdapterFiles(config={"r": 2, "lora_alpha": 1}, factors={module: (a, b)})
     with pytest.raises(AdapterError, match=r"'model\.layers\.0\.mixer\.in_proj' changes rows outside gate_p"):
-        models.fit_adapter(config_of(directory), format_of(directory), adapter)
+        models.fit_adapter(read_config(directory), make_format(directory), adapter)
     b[2 * INNER :] = 0
-    _, found = models.fit_adapter(config_of(directory), format_of(directory), adapter)
+    _, found = models.fit_adapter(read_config(directory), make_format(directory), adapter)
     np.testing.assert_array_equal(found["in_proj_z"].a[0], a.T)
     np.testing.assert_allclose(found["in_proj_x"].b[0] * 32 / 2, b[ROWS["x"]].T / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["cookbook", "peft"])
 def test_an_adapter_is_merged_into_rows_and_experts(directory, tmp_path, layout):
-    adapter, out, read = drawn_adapter(directory), tmp_path / "merged", tmp_path / "read"
+    adapter, out, read = make_adapter(directory), tmp_path / "merged", tmp_path / "read"
     out.mkdir()
     read.mkdir()
-    adapter.to_layout(layout, format_of(directory).fused).write(read)
-    merge_adapter(directory, NEMOTRON_H.bind_weights(config_of(directory)), read_adapter(read), out)
+    adapter.to_layout(layout, make_format(directory).fused).write(read)
+    merge_adapter(directory, NEMOTRON_H.bind_weights(read_config(directory)), read_adapter(read), out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     wanted = dict(before)
+
     for module, (a, b) in adapter.factors.items():
         name, rows = f"{module}.weight".replace("model.layers.", "backbone.layers."), slice(None)
         for leaf, part in (("gate_proj", "z"), ("x_proj", "x")):
@@ -186,6 +188,7 @@ def test_an_adapter_is_merged_into_rows_and_experts(directory, tmp_path, layout)
                 name, rows = name.replace(leaf, "in_proj"), ROWS[part]
         wanted[name] = np.array(wanted[name])
         wanted[name][rows] += adapter.scale * (b @ a)
+
     assert after.keys() == wanted.keys() and len(adapter.factors) == 2 * 3 + 2 * (2 + 2 + 8 * 2) + 4 + 2 + 1
     for name, tensor in wanted.items():
         np.testing.assert_allclose(after[name], tensor, rtol=1e-5, atol=1e-5, err_msg=name)

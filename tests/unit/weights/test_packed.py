@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 blocks and INT4 groups are read, in parts and whole, and merged as what they hold."""
+"""Checkpoints in FP8 blocks and INT4 groups are read in parts and in full, and merged as plain."""
 
 import json
 from collections.abc import Callable
@@ -50,8 +50,8 @@ INT4_CONFIG = {
 Tensors = dict[str, np.ndarray]
 
 
-class Stored:
-    """An array as a slice of safetensors."""
+class FakeSlice:
+    """A stand-in for a slice of safetensors."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -67,8 +67,8 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def parts_of(tensor: Any, numbers: np.ndarray) -> None:
-    """Compare the whole and parts that begin and end in, at and after blocks."""
+def check_parts(tensor: Any, numbers: np.ndarray) -> None:
+    """Compare the whole tensor, and parts that begin and end in, at and after blocks."""
     outputs, inputs = numbers.shape
     assert tuple(tensor.get_shape()) == numbers.shape
     for rows in ((0, outputs), (5, 9), (127, 129), (128, outputs)):
@@ -79,14 +79,14 @@ def parts_of(tensor: Any, numbers: np.ndarray) -> None:
 
 def test_each_block_of_fp8_has_its_scale() -> None:
     packed = pack_fp8(normal(150, 300) * np.linspace(0.1, 9, 150, dtype=np.float32)[:, None])
-    parts_of(Fp8Tensor(*map(Stored, packed)), unpack_fp8(*packed))
+    check_parts(Fp8Tensor(*map(FakeSlice, packed)), unpack_fp8(*packed))
 
 
 def test_a_stack_of_maps_in_fp8_has_a_scale_for_each_block_of_each() -> None:
     numbers, scales = zip(*(pack_fp8(normal(40, 200) * size) for size in (1, 2, 3)), strict=True)
-    tensor = Fp8Tensor(Stored(np.stack(numbers)), Stored(np.stack(scales)))
+    tensor = Fp8Tensor(FakeSlice(np.stack(numbers)), FakeSlice(np.stack(scales)))
     found = tensor[slice(1, 3), slice(3, 40), slice(100, 200)]
-    expected = [unpack_fp8(numbers[each], scales[each])[3:, 100:] for each in (1, 2)]
+    expected = [unpack_fp8(numbers[index], scales[index])[3:, 100:] for index in (1, 2)]
     np.testing.assert_array_equal(found, np.stack(expected))
 
 
@@ -94,13 +94,13 @@ def test_each_group_of_int4_has_its_scale() -> None:
     numbers, words, scales = pack_int4(normal(150, 320))
     assert set(numbers.flat) == set(range(-7, 8))
     expected = numbers * np.repeat(scales.astype(np.float32), 32, axis=1)
-    parts_of(Int4Tensor(Stored(words), Stored(scales)), expected.astype(np.float32))
+    check_parts(Int4Tensor(FakeSlice(words), FakeSlice(scales)), expected.astype(np.float32))
 
 
 def test_four_bits_are_read_from_the_lowest_and_are_stored_eight_too_large() -> None:
-    """As `pack_to_int32` of compressed-tensors writes -8 to -1, and then 0 to 7."""
+    """These are the words that `pack_to_int32` of compressed-tensors writes for -8 to 7."""
     words = np.array([[0x76543210, 0xFEDCBA98, 0, 0]], np.uint32).view(np.int32)
-    found = Int4Tensor(Stored(words), Stored(np.full((1, 1), 0.5, ml_dtypes.bfloat16)))[slice(0, 1), slice(0, 16)]
+    found = Int4Tensor(FakeSlice(words), FakeSlice(np.full((1, 1), 0.5, ml_dtypes.bfloat16)))[slice(0, 1), slice(0, 16)]
     np.testing.assert_array_equal(found, [np.arange(-8, 8) / 2])
 
 
@@ -133,7 +133,10 @@ FORMS: dict[str, tuple[Packer, Callable[[str], bool], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=FORMS)
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write one model twice: packed in two files, numbers apart from scales, and plain with the numbers of these."""
+    """Write one model twice: packed in two files, and plain with the same numbers.
+
+    One of the packed files has the numbers and the other has the scales.
+    """
     pack, is_packed, quantization = FORMS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     experts = {"moe_intermediate_size": F, "n_routed_experts": 4, "n_group": 2, "topk_group": 2}
@@ -141,10 +144,12 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         folder / "plain", DEEPSEEK_V3.architecture, hidden_size=D, tied_embeddings=False, experts=experts
     )
     tensors, stored = load_file(plain / FILE), Tensors()
+
     for name in [*tensors]:
         packed, array = pack(name, tensors[name]) if is_packed(name) else ({name: tensors[name]}, tensors[name])
         stored |= packed
         tensors[name] = np.ascontiguousarray(array)
+
     save_file(tensors, plain / FILE)
     (folder / "packed").mkdir()
     config = json.loads((plain / "config.json").read_text())
@@ -165,7 +170,7 @@ def load(directory: Path, dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_packed_checkpoint_reads_as_the_plain_one(checkpoints: tuple[Path, Path], dtype: Any) -> None:
-    expected, found = (load(each, dtype) for each in checkpoints)
+    expected, found = (load(directory, dtype) for directory in checkpoints)
     assert expected.keys() == found.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
@@ -178,6 +183,7 @@ def test_merging_writes_plain_tensors_in_bfloat16(checkpoints: tuple[Path, Path]
     merge_adapter(checkpoints[1], DEEPSEEK_V3.weights, adapter, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in config
+
     written: Tensors = {}
     for path in tmp_path.glob("*.safetensors"):
         written |= load_file(path)
@@ -185,6 +191,7 @@ def test_merging_writes_plain_tensors_in_bfloat16(checkpoints: tuple[Path, Path]
     expected[f"{module}.weight"] = expected[f"{module}.weight"] + 16 * (b @ a)
     located = hf.locate_tensors(checkpoints[1])
     packed = {name for name in find_plain_names(located) if name not in located or f"{name}_scale_inv" in located}
+
     assert f"{module}.weight" in packed and written.keys() == expected.keys()
     for name, array in written.items():
         assert array.dtype == (ml_dtypes.bfloat16 if name in packed else np.float32), name

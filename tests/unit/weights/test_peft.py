@@ -50,7 +50,7 @@ def test_the_hosted_name_of_attention_is_read(tmp_path: Path) -> None:
 
 
 def test_the_cookbook_layout_stacks_experts_and_names_the_tied_unembedding(tmp_path: Path) -> None:
-    """An expert without an update between others that have one gets zeros."""
+    """An expert without an update gets zeros if other experts have one."""
     first, last = pair(1), pair(2)
     factors = {f"{EXPERTS}.0.up_proj": first, f"{EXPERTS}.2.up_proj": last, "model.unembed_tokens": pair(3)}
     adapter = AdapterFiles(config=CONFIG, factors=factors)
@@ -79,21 +79,24 @@ def test_a_factor_shared_by_experts_is_given_to_each(tmp_path: Path) -> None:
 LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def of_experts(num_experts: int, *, shared: bool) -> AdapterFiles:
-    """Return an adapter of one layer's experts, which have the hosted service's factors in common or none."""
+def make_expert_adapter(num_experts: int, *, shared: bool) -> AdapterFiles:
+    """Return an adapter of one layer's experts.
+
+    If `shared`, the experts share the factors that they share on the hosted service.
+    """
     factors = {}
     for number, leaf in enumerate(LEAVES):
-        each = [pair(10 * number + (0 if shared else index)) for index in range(num_experts)]
+        common = [pair(10 * number + (0 if shared else index)) for index in range(num_experts)]
         others = [pair(100 + 10 * number + index) for index in range(num_experts)]
         for index in range(num_experts):
-            own = (others[index][0], each[index][1]) if leaf == "down_proj" else (each[index][0], others[index][1])
+            own = (others[index][0], common[index][1]) if leaf == "down_proj" else (common[index][0], others[index][1])
             factors[f"{EXPERTS}.{index}.{leaf}"] = own
     return AdapterFiles(config=CONFIG, factors=factors)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_factor_that_all_experts_share_is_stacked_as_one(tmp_path: Path, shared: bool) -> None:
-    adapter = of_experts(3, shared=shared)
+    adapter = make_expert_adapter(3, shared=shared)
     assert adapter.has_shared_factors(3) == adapter.has_repeated_factors == shared
     assert not adapter.has_shared_factors(4), "one expert has no factors"
     adapter.to_layout("cookbook").write(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3-Next, where the maps of a key head lie next to each other: read, cut, fused and merged."""
+"""Qwen3-Next checkpoints, where maps of a key head are adjacent: read, cut, fused and merged."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors, fuse_modules, split_modules
 from skyrl_tx.weights.weight_map import bind_rows, get_rule_path
 
-D, HEADS, KEY, VALUE, RANK = 32, 2, 64, 2 * 16, 3  # VALUE: of all value heads of a key head
+D, HEADS, KEY, VALUE, RANK = 32, 2, 64, 2 * 16, 3  # VALUE counts all value heads of a key head
 SIZES = {"q": KEY, "k": KEY, "v": VALUE, "z": VALUE}
 NET = "model.layers.1.linear_attn"
 FILE = "model.safetensors"
@@ -27,14 +27,14 @@ def directory(tmp_path: Path) -> Path:
     return write_model(tmp_path / "base", "Qwen3NextForCausalLM", tied_embeddings=False, num_layers=4)
 
 
-def described(directory: Path) -> tuple[models.ModelFamily, models.ModelConfig]:
+def describe_model(directory: Path) -> tuple[models.ModelFamily, models.ModelConfig]:
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     return family, family.config_from_hf(content)
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:
-    family, config = described(directory)
+    family, config = describe_model(directory)
     return flatten(hf.load(directory, models.describe_params(config), family.weights))
 
 
@@ -61,25 +61,28 @@ def test_the_maps_of_all_heads_are_gathered(directory):
 
 @pytest.mark.parametrize("ends", [(0, 1, 2), (0, 1, 3, 4), (0, 0, 4)])
 def test_parts_are_parts_of_the_whole(directory, ends):
-    """As a mesh reads them, whole heads; and any others. The numbers are quarters of a dim."""
-    family, config = described(directory)
+    """A mesh reads whole heads, but other cuts work too. The numbers are quarters of a dim."""
+    family, config = describe_model(directory)
     parameters: dict[str, Parameter] = flatten(models.describe_params(config))
     rules = {rule.path: rule for rule in bind_rows(family.weights, parameters)}
     loaded, tensors = load(directory), load_file(directory / FILE)
     read = 0
-    for path, each in parameters.items():
+
+    for path, parameter in parameters.items():
         rule = rules[get_rule_path(path)]
         if not rule.by_head:
             continue
-        cuts = [[(size * a // 4, size * b // 4) for a, b in itertools.pairwise(ends)] for size in each.shape[1:]]
+        cuts = [[(size * a // 4, size * b // 4) for a, b in itertools.pairwise(ends)] for size in parameter.shape[1:]]
+
         for part in itertools.product(*cuts):
             if any(start == stop for start, stop in part):
                 continue
-            for (index,), name in rule.iterate_tensors(each):
+            for (index,), name in rule.iterate_tensors(parameter):
                 theirs = tensors[name][tuple(slice(*own) for own in rule.get_tensor_part(part))]
                 ours = loaded[path][index][tuple(slice(*own) for own in part)]
                 np.testing.assert_array_equal(rule.view_part(theirs, part), ours, err_msg=path)
                 read += 1
+
     assert read >= 6 * 3
 
 
@@ -100,17 +103,17 @@ def draw(seed: int, inputs: int, outputs: int) -> Factors:
     return tuple(generator.normal(size=shape).astype(np.float32) for shape in ((RANK, inputs), (outputs, RANK)))
 
 
-def factors_of_a_layer() -> dict[str, Factors]:
+def draw_layer_factors() -> dict[str, Factors]:
     return {f"{NET}.in_proj_{name}": draw(i, D, HEADS * size) for i, (name, size) in enumerate(SIZES.items())}
 
 
-def format_of(directory: Path) -> Any:
-    family, config = described(directory)
+def make_format(directory: Path) -> Any:
+    family, config = describe_model(directory)
     return models.make_adapter_format(config, family.weights, "base")
 
 
 def test_one_module_has_the_update_of_all_its_maps(directory):
-    factors, fused = factors_of_a_layer(), format_of(directory).fused
+    factors, fused = draw_layer_factors(), make_format(directory).fused
     ((module, (a, b)),) = fuse_modules(factors, fused).items()
     assert module == f"{NET}.in_proj_qkvz" and a.shape == (4 * RANK, D)
     for name, rows in by_map(b @ a, SIZES).items():
@@ -125,7 +128,7 @@ def test_one_module_has_the_update_of_all_its_maps(directory):
 
 def test_one_pair_for_the_module_is_one_for_each_map(directory):
     a, b = draw(7, D, HEADS * sum(SIZES.values()))
-    found = split_modules({f"{NET}.in_proj_qkvz": (a, b)}, format_of(directory).fused, RANK)
+    found = split_modules({f"{NET}.in_proj_qkvz": (a, b)}, make_format(directory).fused, RANK)
     for name, rows in by_map(b @ a, SIZES).items():
         own_a, own_b = found[f"{NET}.in_proj_{name}"]
         np.testing.assert_allclose(own_b @ own_a, rows, rtol=1e-5, atol=1e-5)
@@ -134,20 +137,22 @@ def test_one_pair_for_the_module_is_one_for_each_map(directory):
 @pytest.mark.parametrize("module", [f"{NET}.in_proj_qkvz", f"{NET}.in_proj_qkv"])
 def test_a_module_of_another_shape_or_family_is_refused_by_name(directory, module):
     with pytest.raises(AdapterError, match=f"module '{module}' has a factor .* does not fit the base model"):
-        split_modules({module: draw(7, D, 10)}, format_of(directory).fused, RANK)
+        split_modules({module: draw(7, D, 10)}, make_format(directory).fused, RANK)
 
 
 def test_merging_changes_the_rows_of_the_map_only(directory, tmp_path):
-    family, config = described(directory)
+    family, config = describe_model(directory)
     factors = {f"{NET}.in_proj_v": draw(1, D, HEADS * VALUE), f"{NET}.in_proj_q": draw(2, D, HEADS * KEY)}
     adapter = AdapterFiles(config={"r": RANK, "lora_alpha": 6}, factors=factors)
     (tmp_path / "out").mkdir()
     merge_adapter(directory, family.bind_weights(config), adapter, tmp_path / "out")
     before, after = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
     assert before.keys() == after.keys()
+
     changed = f"{NET}.in_proj_qkvz.weight"
     for name in before.keys() - {changed}:
         np.testing.assert_array_equal(after[name], before[name])
+
     found, expected = by_map(after[changed], SIZES), by_map(before[changed], SIZES)
     for name in SIZES:
         a, b = factors.get(f"{NET}.in_proj_{name}", (np.zeros((1, D)), np.zeros((len(expected[name]), 1))))

@@ -1,4 +1,7 @@
-"""Rank 0 and rank 1, the latter on a thread: what both do alike is ordinary, all else ends in BackendLost."""
+"""Fake backends on two hosts, with rank 1 on a thread.
+
+A call has its ordinary result if both hosts do the same. Any difference raises BackendLost.
+"""
 
 import os
 import queue
@@ -36,7 +39,7 @@ STEP = OptimizerParams()
 
 
 class BlockedFake(FakeBackend):
-    """Waits in a step of sampling until a test lets it continue."""
+    """A fake backend whose `step_sample` blocks until the test sets `may_continue`."""
 
     def __init__(self) -> None:
         super().__init__("tiny", CONFIG)
@@ -49,7 +52,7 @@ class BlockedFake(FakeBackend):
 
 
 class OtherNumbers(FakeBackend):
-    """Returns other metrics of a step, as a host with a broken device would."""
+    """A fake backend whose `optim_step` returns wrong metrics, as with a broken device."""
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         found = super().optim_step(model_id, params)
@@ -57,24 +60,24 @@ class OtherNumbers(FakeBackend):
 
 
 class Failing(FakeBackend):
-    """Raises in a step, alone."""
+    """A fake backend whose `optim_step` runs out of memory."""
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         raise MemoryError("no memory here")
 
 
-class Exhausted(FakeBackend):
-    """Has too little memory for passes, once for each plan that it gets."""
+class OutOfMemoryFake(FakeBackend):
+    """A fake backend whose passes run out of memory once for each plan in `plans`."""
 
     def __init__(self, *plans: str) -> None:
         super().__init__("tiny", CONFIG)
         self.plans = list(plans)
 
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        return ExhaustedPass(super().begin_pass(batch, backward=backward), self.plans)
+        return OutOfMemoryPass(super().begin_pass(batch, backward=backward), self.plans)
 
 
-class ExhaustedPass(Pass):
+class OutOfMemoryPass(Pass):
     def __init__(self, inner: Pass, plans: list[str]) -> None:
         self.inner, self.plans = inner, plans
 
@@ -96,24 +99,24 @@ class ExhaustedPass(Pass):
 
 @dataclass
 class Hosts:
-    """Two started hosts."""
+    """Rank 0 and rank 1, both started."""
 
     driver: BackendDriver
     follower: Follower
     connection: socket.socket
-    """The follower's."""
+    """The follower's connection to rank 0."""
     ended: "queue.Queue[BaseException | None]"
-    """The error that ended the follower, if any."""
+    """The error that ended the follower, or None if it ended normally."""
     lost: "queue.Queue[str]"
-    """The reasons for which rank 0 would end its process."""
+    """The reasons that rank 0 would give for ending its process."""
     follower_lost: "queue.Queue[str]"
 
     def disconnect(self) -> None:
-        """Do what the kernel does when the follower's process ends."""
+        """Close the connection, as the kernel does when the process of the follower ends."""
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def settings_of(**more: object) -> HostsSettings:
+def make_settings(**more: object) -> HostsSettings:
     return HostsSettings.model_validate({"size": 2, "address": f"127.0.0.1:{free_ports()}", "key": "k", **more})
 
 
@@ -121,8 +124,8 @@ def settings_of(**more: object) -> HostsSettings:
 def two_hosts(
     tmp_path: Path, *, other: AbstractBackend | None = None, own: AbstractBackend | None = None, silence_s: float = 60
 ) -> Iterator[Hosts]:
-    """Start two hosts of fake backends; `other` is that of rank 1."""
-    settings = settings_of(silence_s=silence_s)
+    """Start two hosts of fake backends, with `own` on rank 0 and `other` on rank 1."""
+    settings = make_settings(silence_s=silence_s)
     lost, follower_lost = queue.Queue[str](), queue.Queue[str]()
     ended, started = queue.Queue[BaseException | None](), queue.Queue[tuple[Follower, socket.socket]]()
 
@@ -143,6 +146,7 @@ def two_hosts(
     thread.start()
     welcome = Welcome(backend="fake", base_model="tiny", config=b"{}")
     backend = LeadingBackend(own or FakeBackend("tiny", CONFIG), settings, welcome, on_lost=lost.put)
+
     try:
         driver = BackendDriver(backend, backend.start(), tmp_path)
         follower, handle = started.get(timeout=60)
@@ -155,7 +159,7 @@ def two_hosts(
 
 
 def step_until_lost(hosts: Hosts) -> None:
-    """Make a call that only ends because the test lets it, after the hosts are lost."""
+    """Call `step_sample`, which returns only after the hosts are lost and the test allows it."""
     with pytest.raises(BackendLost):
         hosts.driver.backend.step_sample()
 
@@ -168,7 +172,7 @@ def test_an_error_of_all_hosts_is_an_ordinary_failure(tmp_path):
         with pytest.raises(CapacityError):
             backend.create_model(ModelId("one-too-many"), hosts.driver.spec())
         with pytest.raises(UserError):
-            backend.open_snapshot(tmp_path)  # each host reads another directory, which its message names
+            backend.open_snapshot(tmp_path)  # the messages differ: each host reads its own directory
         assert backend.optim_step(models[0], STEP)["step:max"] == 1
     assert hosts.ended.get(timeout=60) is None and hosts.lost.empty()
 
@@ -183,7 +187,7 @@ def test_an_error_of_all_hosts_is_an_ordinary_failure(tmp_path):
 def test_a_host_that_does_something_else_loses_the_backend(tmp_path, other, message):
     with two_hosts(tmp_path, other=other("tiny", CONFIG)) as hosts:
         model = hosts.driver.model()
-        for _ in range(2):  # and no call is made after that
+        for _ in range(2):  # no call is made after the first error
             with pytest.raises(BackendLost, match=message):
                 hosts.driver.backend.optim_step(model, STEP)
     assert isinstance(hosts.ended.get(timeout=60), LeaderLost)
@@ -191,7 +195,7 @@ def test_a_host_that_does_something_else_loses_the_backend(tmp_path, other, mess
 
 @pytest.mark.parametrize("is_stepped", [True, False])
 def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is_stepped):
-    with two_hosts(tmp_path, own=Exhausted("half", "quarter"), other=Exhausted("half", "quarter")) as hosts:
+    with two_hosts(tmp_path, own=OutOfMemoryFake("half", "quarter"), other=OutOfMemoryFake("half", "quarter")) as hosts:
         driver = hosts.driver
         running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
         if is_stepped:
@@ -209,10 +213,10 @@ def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is
     ],
 )
 def test_a_host_that_alone_runs_out_of_memory_loses_the_backend(tmp_path, own, other, message):
-    with two_hosts(tmp_path, own=Exhausted(*own), other=Exhausted(*other)) as hosts:
+    with two_hosts(tmp_path, own=OutOfMemoryFake(*own), other=OutOfMemoryFake(*other)) as hosts:
         driver = hosts.driver
         running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
-        for _ in range(2):  # and no call is made after that
+        for _ in range(2):  # no call is made after the first error
             with pytest.raises(BackendLost, match=message):
                 running.step()
     assert isinstance(hosts.ended.get(timeout=60), LeaderLost)
@@ -233,12 +237,12 @@ def test_hosts_that_start_differently_are_named_with_what_differs(tmp_path):
 
 
 def test_a_backend_of_one_host_refuses(tmp_path):
-    class Alone(FakeBackend):
+    class SingleHostFake(FakeBackend):
         def join_hosts(self, rank: HostRank) -> None:
             AbstractBackend.join_hosts(self, rank)
 
     refused = pytest.raises(UserError, match=r"hosts.size 2: this backend computes on one host")
-    with refused, two_hosts(tmp_path, own=Alone("tiny", CONFIG), other=Alone("tiny", CONFIG)):
+    with refused, two_hosts(tmp_path, own=SingleHostFake("tiny", CONFIG), other=SingleHostFake("tiny", CONFIG)):
         raise AssertionError("started")
     assert BlockingBackend.join_hosts is AbstractBackend.join_hosts
 
@@ -253,7 +257,10 @@ def test_a_host_that_stalls_loses_the_backend(tmp_path):
 
 
 def test_a_call_that_returns_on_no_host_ends_the_process(tmp_path):
-    """As a collective does whose hosts do not all take part. A host that compiles is no such host."""
+    """For example, a collective never returns if one host does not join it.
+
+    A host that is still compiling is not treated as hung.
+    """
 
     class Compiling(BlockedFake):
         def is_compiling(self) -> bool:
@@ -267,8 +274,10 @@ def test_a_call_that_returns_on_no_host_ends_the_process(tmp_path):
         assert own.entered.wait(60) and other.entered.wait(60)
         with pytest.raises(queue.Empty):
             hosts.lost.get(timeout=0.6)
+
         own.compiles = False
         assert "host 1 has not ended step_sample" in hosts.lost.get(timeout=60)
+
         own.may_continue.set()
         other.may_continue.set()
         calling.join(60)
@@ -305,6 +314,7 @@ def test_a_host_that_dies_while_rank_0_is_in_a_call_or_idle_ends_the_process(tmp
         assert "host 1 has ended during step_sample" in hosts.lost.get(timeout=60)
         own.may_continue.set()
         calling.join(60)
+
     with two_hosts(tmp_path) as hosts:
         hosts.disconnect()
         assert hosts.lost.get(timeout=60) == "host 1 has ended"
@@ -345,7 +355,10 @@ def test_a_follower_ends_with_rank_0_also_from_a_call_that_does_not_return(tmp_p
 
 
 def test_the_followers_get_the_files_of_snapshots_and_drop_them_with_rank_0(tmp_path, monkeypatch):
-    """In frames of a few bytes here. The other host needs no directory of rank 0."""
+    """The files are sent in frames of 100 bytes.
+
+    The other host does not need rank 0's directory.
+    """
     monkeypatch.setattr(calls, "CHUNK_BYTES", 100)
     with two_hosts(tmp_path) as hosts:
         driver, follower = hosts.driver, hosts.follower
@@ -357,11 +370,14 @@ def test_the_followers_get_the_files_of_snapshots_and_drop_them_with_rank_0(tmp_
         opened = driver.backend.open_snapshot(directory)
         (own,) = follower._files.values()
         sent = {path.relative_to(own.name): path.read_bytes() for path in Path(own.name).rglob("*") if path.is_file()}
+
         assert sent == {
             path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()
         }
+
         driver.backend.restore(copy, driver.spec(), opened, ALL_PARTS)
         assert driver.state_of(copy) == driver.state_of(model)
+
         del opened
         driver.backend.check_devices()
         assert not follower._snapshots and not follower._files and not Path(own.name).exists()
@@ -399,20 +415,22 @@ def test_passes_end_on_all_hosts(tmp_path):
 
 
 def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_path, monkeypatch):
-    settings = settings_of()
+    settings = make_settings()
     welcome = Welcome(backend="fake", base_model="tiny", config=b"{}")
     joined = queue.Queue[object]()
     with closing(channel.listen(settings)) as listener:
         accepting = threading.Thread(target=lambda: joined.put(channel.accept_all(listener, settings, welcome)))
         accepting.start()
         with socket.create_connection(settings.host_and_port):
-            pass  # a stranger, such as a probe of the port
+            pass  # a connection without a handshake, for example a port probe
+
         with pytest.raises(UserError, match=r"hosts.key: host 0 at 127.0.0.1:.* has a different key"):
             connect(settings.model_copy(update={"rank": 1, "key": SecretStr("other")}))
         with pytest.raises(
             UserError, match=r"refuses this host: its hosts.size is 3, but the hosts.size of host 0 is 2"
         ):
             connect(settings.model_copy(update={"rank": 1, "size": 3}))
+
         with (
             monkeypatch.context() as patched,
             pytest.raises(UserError, match=r"its hosts.rank is 0, but host 0 waits for ranks 1 to 1"),
@@ -423,12 +441,13 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
         accepting.join(60)
         (own,) = joined.get(timeout=60).values()  # type: ignore[attr-defined]
         assert found == welcome
+
         connection.close()
         own.close()
 
 
 def test_a_host_waits_for_rank_0(tmp_path):
-    settings = settings_of(rank=1)
+    settings = make_settings(rank=1)
     found = queue.Queue[object]()
     joining = threading.Thread(target=lambda: found.put(connect(settings)[0]))
     joining.start()

@@ -1,4 +1,4 @@
-"""Rank, size and address: from flags, and from the variables of a LeaderWorkerSet."""
+"""Rank, size and address come from flags or from the variables of a LeaderWorkerSet."""
 
 import pytest
 from pydantic import SecretStr, ValidationError

@@ -1,4 +1,4 @@
-"""The tiny dense model for tests of the JAX backend's parts."""
+"""Fixtures: a tiny dense model for unit tests of the JAX backend."""
 
 import pytest
 

@@ -1,6 +1,8 @@
-"""Starts a backend, uses every operation once, and prints how many programs were compiled. For test_restart.py.
+"""Start a backend, use every operation once and print how many programs were compiled.
 
-python restart_script.py MODEL_DIRECTORY CACHE_DIRECTORY
+Run by test_restart.py:
+
+    python restart_script.py MODEL_DIRECTORY CACHE_DIRECTORY
 """
 
 import json
@@ -24,7 +26,7 @@ MODEL, SAMPLER = ModelId("m"), SamplerId("s")
 SPEC = ModelSpec(lora=LoraSpec(rank=8, seed=1))
 
 
-def work(model: str, cache: Path) -> None:
+def use_every_operation(model: str, cache: Path) -> None:
     backend = JaxBackend(
         model,
         JaxConfig(
@@ -37,14 +39,17 @@ def work(model: str, cache: Path) -> None:
             max_sample_tokens=128,
         ),
     )
+
     backend.start()
     backend.create_model(MODEL, SPEC)
     backend.forward_backward(scoring(MODEL, [np.arange(30, dtype=np.int32)]))
     backend.optim_step(MODEL, OptimizerParams(grad_clip_norm=1.0))
+
     with tempfile.TemporaryDirectory() as directory:
         backend.capture(MODEL, ALL_PARTS).write(Path(directory))
         backend.restore(MODEL, SPEC, backend.open_snapshot(Path(directory)), ALL_PARTS)
     backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
+
     request = SampleRequest(
         request_id=RequestId("r"),
         sampler=SAMPLER,
@@ -60,5 +65,5 @@ def work(model: str, cache: Path) -> None:
 if __name__ == "__main__":
     events: Counter[str] = Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
-    work(sys.argv[1], Path(sys.argv[2]))
+    use_every_operation(sys.argv[1], Path(sys.argv[2]))
     print(json.dumps({"programs": events["compile_requests_use_cache"], "found": events["cache_hits"]}))

@@ -1,4 +1,4 @@
-"""The JAX backend beyond the contract: gradient accumulation over micro-batches, dtypes, and error messages."""
+"""JAX backend tests beyond the contract suite: micro-batches, dtypes and error messages."""
 
 import subprocess
 import sys
@@ -32,20 +32,23 @@ def batch(*shapes: tuple[int, ...], seed: int = 0) -> PreparedModelPassBatch:
 
 
 @contextmanager
-def running(**settings) -> Iterator[JaxBackend]:
+def run_backend(**settings) -> Iterator[JaxBackend]:
     with tiny_backend(std=0.05, max_lora_adapters=1, **settings) as backend:
         backend.create_model(MODEL, spec())
         yield backend
 
 
 def test_gradients_accumulate_over_micro_batches():
-    """One request in one micro-batch without remat, and in many with remat: only rounding differs."""
+    """Compare one micro-batch without remat with many micro-batches with remat.
+
+    Only rounding differs.
+    """
     shapes = [(9,), (12,), (11,), (20,), (12,)]
     found = []
     for settings in ({"micro_batch_tokens": 64}, {"micro_batch_tokens": 32, "remat": True}):
-        with running(**settings) as backend:
-            for step in range(2):  # from the second step on, gradients flow into A too
-                # AdamW with a small eps would blow up the rounding of gradients near zero.
+        with run_backend(**settings) as backend:
+            for step in range(2):  # B is zero before the first step, so A gets gradients only in the second
+                # A small eps would amplify rounding errors of gradients near zero.
                 results = backend.forward_backward(batch(*shapes, seed=step))
                 metrics = backend.optim_step(MODEL, OptimizerParams(learning_rate=0.1, eps=1.0))
             found.append((metrics["unclipped_grad_l2:mean"], np.concatenate([r.logprobs for r in results])))
@@ -56,34 +59,39 @@ def test_gradients_accumulate_over_micro_batches():
 
 @pytest.mark.slow
 def test_adapters_are_float32_with_any_base_dtype():
-    """Training changes weights of about 0.1 by a ten-thousandth of that, which bfloat16 would round away."""
+    """One step changes the weights by a factor of 1e-5, which bfloat16 would round away."""
     gradients = {}
-    for dtype in ("bfloat16", "float32", "auto"):  # on CPU the last is float32
-        with running(dtype=dtype) as backend:
+    for dtype in ("bfloat16", "float32", "auto"):  # on CPU, auto means float32
+        with run_backend(dtype=dtype) as backend:
             before = backend.capture(MODEL, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]
-            backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0))  # decay alone
+            # There is no gradient yet, so only the weight decay acts.
+            backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0))
             backend.forward_backward(batch((12,), (17,)))
             held = backend.capture(MODEL, {StatePart.WEIGHTS, StatePart.GRADIENT})
+
             assert {
                 np.asarray(leaf).dtype.name
                 for leaf in jax.tree.leaves((held.parts[StatePart.WEIGHTS], held.parts[StatePart.GRADIENT]))
             } == {"float32"}
             for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(held.parts[StatePart.WEIGHTS]), strict=True):
                 np.testing.assert_allclose(new, np.asarray(old) * np.float32(1 - 1e-5), rtol=2e-7)
+
             gradients[dtype] = np.concatenate(
                 [np.ravel(leaf) for leaf in jax.tree.leaves(held.parts[StatePart.GRADIENT])]
             )
+
     np.testing.assert_array_equal(gradients["auto"], gradients["float32"])
     error = np.linalg.norm(gradients["bfloat16"] - gradients["float32"]) / np.linalg.norm(gradients["float32"])
     assert 0 < error < 0.03
 
 
 def test_several_targets_per_position():
-    """[T, K] gives the log-probability of each target, whatever K other examples have."""
-    with running() as backend:
+    """Targets [T, K] give K log-probabilities per position, also if K differs by example."""
+    with run_backend() as backend:
         mixed = batch((12, 3), (12,), (20, 2), (12, 1))
         results = backend.forward_backward(mixed)
         assert [result.logprobs.shape for result in results] == [(12, 3), (12,), (20, 2), (12, 1)]
+
         for example, result in zip(mixed.examples, results, strict=True):
             for k in range(result.logprobs.reshape(len(example.tokens), -1).shape[1]):
                 inputs = {
@@ -99,11 +107,12 @@ def test_several_targets_per_position():
                 )
                 [alone] = backend.forward(PreparedModelPassBatch(examples=(one,)))
                 columns = result.logprobs.reshape(len(example.tokens), -1)
+
                 np.testing.assert_allclose(columns[:, k], alone.logprobs, atol=1e-5)
 
 
 def test_errors_name_their_cause(tmp_path):
-    with running() as backend:
+    with run_backend() as backend:
         with pytest.raises(CapacityError, match="all 1 adapter slots"):
             backend.create_model(ModelId("n"), spec())
         with pytest.raises(UserError, match="stop"):

@@ -1,4 +1,4 @@
-"""Which pages and states are free, who holds them, and what is copied, without a device."""
+"""Block tables of the KV cache, without a device: free pages and states, references and copies."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import make_prompt, make_request
 
 MEMORY = SampleMemory(num_slots=2, tokens=40, prefix_tokens=0, max_length=40, state_tokens=5, page=8)
-"""Seven pages and six states, without the empty ones."""
+"""There are seven pages and six states, not counting the empty ones."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Files of an adapter: PEFT's names and shapes, the true rank, and clear refusals."""
+"""Adapter files: PEFT names and shapes, the true rank, and errors for files that do not fit."""
 
 import json
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ def form(request, tmp_path_factory) -> Fixture:
     return Fixture(config, models.make_adapter_format(config, family.weights, "tiny"))
 
 
-def trained(form: Fixture, **lora) -> checkpoint.TrainingState:
-    """Return a state with other numbers in every part, zero where padding is."""
+def make_trained_state(form: Fixture, **lora) -> checkpoint.TrainingState:
+    """Return a training state with different numbers in every part, and zeros in the padding."""
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
     state = make_training_state(form.config, spec)
     weights = jax.tree.map(np.array, state.adapter.weights)
@@ -48,15 +48,15 @@ def trained(form: Fixture, **lora) -> checkpoint.TrainingState:
             size=weights[name].b[..., : spec.rank, :].shape
         )
 
-    def scaled(factor: float):
+    def scale_weights(factor: float):
         return jax.tree.map(lambda leaf: jax.numpy.asarray(leaf * np.float32(factor)), weights)
 
     return checkpoint.TrainingState(
         lora=spec,
         targets=state.targets,
-        adapter=state.adapter.replace(weights=scaled(1)),
-        optimizer=OptimizerState(first=scaled(2), second=scaled(3), step=jax.numpy.int32(4)),
-        gradient=scaled(5),
+        adapter=state.adapter.replace(weights=scale_weights(1)),
+        optimizer=OptimizerState(first=scale_weights(2), second=scale_weights(3), step=jax.numpy.int32(4)),
+        gradient=scale_weights(5),
     )
 
 
@@ -66,7 +66,7 @@ def assert_same(left, right):
 
 
 def test_names_and_shapes_are_those_of_peft(form, tmp_path):
-    checkpoint.capture(trained(form), WEIGHTS, form.files).write(tmp_path)
+    checkpoint.capture(make_trained_state(form), WEIGHTS, form.files).write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (5, 64)
@@ -80,7 +80,9 @@ def test_names_and_shapes_are_those_of_peft(form, tmp_path):
 
 
 def test_untrained_modules_are_not_written(form, tmp_path):
-    checkpoint.capture(trained(form, train_mlp=False, train_unembed=False), WEIGHTS, form.files).write(tmp_path)
+    checkpoint.capture(make_trained_state(form, train_mlp=False, train_unembed=False), WEIGHTS, form.files).write(
+        tmp_path
+    )
     names = {name.split(".")[-3] for name in load_file(tmp_path / "adapter_model.safetensors")}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -88,7 +90,7 @@ def test_untrained_modules_are_not_written(form, tmp_path):
 @pytest.mark.parametrize("rank", [1, 5, 8])
 @pytest.mark.parametrize("pending", [True, False])
 def test_all_parts_are_restored_bit_equal(form, tmp_path, rank, pending):
-    state = trained(form, rank=rank)
+    state = make_trained_state(form, rank=rank)
     state = state if pending else state.with_gradient(None)
     checkpoint.capture(state, ALL_PARTS, form.files).write(tmp_path)
     fresh = make_training_state(form.config, state.lora)
@@ -103,40 +105,46 @@ def test_all_parts_are_restored_bit_equal(form, tmp_path, rank, pending):
 
 
 def test_a_sampler_gets_its_own_rank(form):
-    state = trained(form, rank=2)
+    state = make_trained_state(form, rank=2)
     adapter = checkpoint.capture(state, WEIGHTS, form.files).make_adapter(6)
     assert adapter.weights["q_proj"].a.shape[-1] == 6 and float(adapter.scale) == 16.0
     np.testing.assert_array_equal(adapter.weights["q_proj"].a, np.asarray(state.adapter.weights["q_proj"].a)[..., :6])
 
 
 def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
-    checkpoint.capture(trained(form), ALL_PARTS, form.files).write(tmp_path)
+    checkpoint.capture(make_trained_state(form), ALL_PARTS, form.files).write(tmp_path)
     file, name = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     tensors = load_file(file)
 
-    def refused(match: str) -> None:
+    def check_refused(match: str) -> None:
         with pytest.raises(UserError, match=match):
             checkpoint.open_snapshot(tmp_path, form.files)
 
     save_file({**tensors, name: np.zeros((5, 31), np.float32)}, file)
-    refused(rf"{name}.*\(5, 31\).*\(5, 32\)")
-    save_file({each: tensor for each, tensor in tensors.items() if each != name}, file)
-    refused(f"lacks tensor '{name}'")
+    check_refused(rf"{name}.*\(5, 31\).*\(5, 32\)")
+
+    save_file({other_name: tensor for other_name, tensor in tensors.items() if other_name != name}, file)
+    check_refused(f"lacks tensor '{name}'")
+
     save_file({**tensors, "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": tensors[name]}, file)
-    refused("unexpected tensor .*layers.9")
+    check_refused("unexpected tensor .*layers.9")
+
     file.write_bytes(b"not safetensors")
-    refused("adapter_model.safetensors")
+    check_refused("adapter_model.safetensors")
+
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["experts"]}))
-    refused("'experts'")
+    check_refused("'experts'")
+
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 0}))
-    refused("r = 0")
+    check_refused("r = 0")
+
     (tmp_path / "adapter_config.json").unlink()
-    refused("adapter_config.json")
+    check_refused("adapter_config.json")
 
 
 def test_a_snapshot_of_another_kind_of_model_is_refused(form):
-    source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form.files)
+    source = checkpoint.capture(make_trained_state(form, rank=2), WEIGHTS, form.files)
     other = make_training_state(form.config, LoraSpec(rank=3, seed=0))
     with pytest.raises(UserError, match="rank is 2, but the rank of the model is 3"):
         checkpoint.restore(other, source, WEIGHTS)
@@ -149,7 +157,7 @@ def test_a_snapshot_of_another_kind_of_model_is_refused(form):
 
 
 def test_a_full_pool_takes_no_new_model(form):
-    pool, state = TrainingStates(1), trained(form)
+    pool, state = TrainingStates(1), make_trained_state(form)
     pool.put(ModelId("a"), state)
     pool.put(ModelId("a"), state)
     with pytest.raises(CapacityError, match="all 1 adapter slots"):

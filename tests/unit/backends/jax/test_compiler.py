@@ -1,4 +1,4 @@
-"""Compilation in the background: order, failures, progress, the end, and what is popular."""
+"""Background compilation: order, failures, progress, shutdown, and popular programs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +13,17 @@ from skyrl_tx.backends.jax.devices import CompilationMonitor
 WAIT_S = 30.0
 
 
-class Jitted:
-    """Stands in for a jitted function: compiles when it is allowed to, and records its name in `order`."""
+class FakeJitted:
+    """A stand-in for a jitted function.
+
+    It compiles when the test allows it, and records its name in `order`.
+    """
 
     def __init__(self, name: str, order: list[str], error: Exception | None = None) -> None:
         self.name, self._order, self._error = name, order, error
         self.started, self.allowed = threading.Event(), threading.Event()
 
-    def lower(self, *_: Any, **__: Any) -> "Jitted":
+    def lower(self, *_: Any, **__: Any) -> "FakeJitted":
         self.started.set()
         assert self.allowed.wait(WAIT_S)
         self._order.append(self.name)
@@ -35,7 +38,7 @@ class Jitted:
         return f"called {self.name} with {static}"
 
 
-def program(jitted: Jitted) -> Program:
+def program(jitted: FakeJitted) -> Program:
     return Program(jitted, (), {"config": 1})
 
 
@@ -48,20 +51,24 @@ def compiler() -> Iterator[Compiler[str]]:
 
 def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler: Compiler[str]) -> None:
     order: list[str] = []
-    likely = {name: Jitted(name, order) for name in "abcd"}
-    compiler.queue_likely((name, program(each)) for name, each in likely.items())
+    likely = {name: FakeJitted(name, order) for name in "abcd"}
+    compiler.queue_likely((name, program(jitted)) for name, jitted in likely.items())
     assert likely["a"].started.wait(WAIT_S)
-    for name in "ac":  # one is being compiled, the other is queued
+
+    for name in "ac":  # a is being compiled, c is queued
         compiler.queue_needed(name, lambda: pytest.fail("the likely program is known"))
-    compiler.queue_needed("e", lambda: program(likely.setdefault("e", Jitted("e", order))))
-    assert likely["c"].started.wait(WAIT_S)  # by the thread for needed programs, while the other has not ended
+    compiler.queue_needed("e", lambda: program(likely.setdefault("e", FakeJitted("e", order))))
+
+    assert likely["c"].started.wait(WAIT_S)  # on the thread for needed programs, while a is still being compiled
     assert not likely["b"].started.is_set()
     assert compiler.progress() == "compiled 0 of 5 programs in the background, 0 s"
+
     likely["c"].allowed.set()
     assert compiler.wait("c", WAIT_S)
     assert likely["e"].started.wait(WAIT_S)
-    for each in likely.values():
-        each.allowed.set()
+
+    for jitted in likely.values():
+        jitted.allowed.set()
     for name in likely:
         assert compiler.wait(name, WAIT_S)
     assert compiler.progress() is None
@@ -73,27 +80,30 @@ def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: py
     monkeypatch.setattr(compiler_module, "_IDLE_S", 0.2)
     monitor, order = CompilationMonitor(), list[str]()
     found = Compiler[str](1, monitor)
-    likely, needed = Jitted("likely", order), Jitted("needed", order)
+    likely, needed = FakeJitted("likely", order), FakeJitted("needed", order)
     event = "/jax/core/compile/backend_compile_duration"
     monitor.on_start(event, 0.0)
     assert monitor.seconds_since_call == 0
+
     found.queue_likely([("likely", program(likely))])
     found.queue_needed("needed", lambda: program(needed))
     assert needed.started.wait(WAIT_S)
-    with monitor.waiting():  # which is no call that compiles
+
+    with monitor.waiting():  # waiting does not count as a call that compiles
         assert not likely.started.wait(0.3)
         monitor.on_end(event, 1.0)
         assert 0 < monitor.seconds_since_call < WAIT_S
         assert likely.started.wait(WAIT_S)
-    for each in (likely, needed):
-        each.allowed.set()
+
+    for jitted in (likely, needed):
+        jitted.allowed.set()
     found.close()
 
 
 def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compiler(
     compiler: Compiler[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Jitted("broken", [], ValueError("no such instruction"))
+    broken = FakeJitted("broken", [], ValueError("no such instruction"))
     broken.allowed.set()
     compiler.queue_needed("broken", lambda: program(broken))
     assert compiler.wait("broken", WAIT_S)
@@ -105,7 +115,7 @@ def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compile
 def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_other() -> None:
     order: list[str] = []
     found = Compiler[str](1, CompilationMonitor())
-    running, queued = Jitted("running", order), Jitted("queued", order)
+    running, queued = FakeJitted("running", order), FakeJitted("queued", order)
     found.queue_likely([("running", program(running)), ("queued", program(queued))])
     assert running.started.wait(WAIT_S)
     closing = threading.Thread(target=found.close)
@@ -117,17 +127,20 @@ def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_othe
 
 
 def test_finish_waits_for_a_program_that_is_needed_and_for_no_other() -> None:
-    compiler, jitted = Compiler[str](1, CompilationMonitor()), Jitted("a", [])
+    compiler, jitted = Compiler[str](1, CompilationMonitor()), FakeJitted("a", [])
     compiler.wait_if_pending("a")
     compiler.queue_needed("a", lambda: program(jitted))
     assert jitted.started.wait(WAIT_S)
+
     compiler.wait_if_pending("b")
     ended = threading.Event()
     waiting = threading.Thread(target=lambda: [compiler.wait_if_pending("a"), ended.set()])
     waiting.start()
     assert not ended.wait(0.05)
+
     jitted.allowed.set()
     assert ended.wait(WAIT_S) and "a" in compiler.ready
+
     waiting.join()
     compiler.wait_if_pending("a")
     compiler.close()
@@ -138,8 +151,8 @@ def test_only_a_call_that_waits_counts_as_compiling() -> None:
     found = Compiler[str](1, monitor)
     seen: list[bool] = []
 
-    class Event(Jitted):
-        def lower(self, *_: Any, **__: Any) -> "Jitted":
+    class Event(FakeJitted):
+        def lower(self, *_: Any, **__: Any) -> "FakeJitted":
             monitor.on_start("/jax/core/compile/jaxpr_trace_duration", 0.0)
             seen.append(monitor.is_compiling)
             monitor.on_end("/jax/core/compile/jaxpr_trace_duration", 1.0)
@@ -165,7 +178,7 @@ def test_popular_programs_are_those_with_the_most_calls_of_all_starts(tmp_path) 
     Popularity(path).add({"short": 2, "long": 1})
     Popularity(path).add({"long": 5, "other": 3})
     assert list(Popularity(path).read().items()) == [("long", 6), ("other", 3), ("short", 2)]
-    assert [each.name for each in path.parent.iterdir()] == ["model.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["model.json"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": "many"}', '{"a": null}'])

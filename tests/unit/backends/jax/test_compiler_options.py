@@ -1,4 +1,4 @@
-"""Options of XLA that are set for a process."""
+"""XLA options that are set for a process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A custom loss in a pass has the gradient of the built-in loss of the same formula, and is batch-invariant."""
+"""A custom loss in a pass has the gradient of the same built-in loss, and is batch-invariant."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,8 +20,9 @@ CUSTOM, PLAIN, NEIGHBOUR = RequestId("custom"), RequestId("plain"), RequestId("n
 
 
 def importance_sampling(scale: float = 1.0, rank: int = 1) -> CustomLoss:
-    """Return -scale * sum(exp(l - q) * A), with the mean of the datum's ratio as a metric."""
+    """Return -scale * sum(exp(l - q) * A), with the mean ratio of the datum as a metric."""
     axes = tuple(range(rank))
+
     return CustomLoss(
         name="ratio",
         inputs=tuple(CustomLossInput(name=name, rank=rank) for name in ("logprobs", "sampled", "advantages")),
@@ -46,10 +47,12 @@ def examples(request: RequestId, model: ModelId, loss: CustomLoss | None, *shape
         targets = generator.integers(1, 100, shape).astype(np.int32)
         sampled = generator.uniform(-6, -5, shape).astype(np.float32)
         advantages = generator.uniform(-1, 1, shape).astype(np.float32)
+
         if loss is None:
             inputs = {"logprobs": sampled, "advantages": advantages, "weights": np.ones(shape, np.float32)}
         else:
             inputs = {"sampled": sampled, "advantages": advantages}
+
         yield PassExample(
             request_id=request,
             model_id=model,
@@ -61,12 +64,12 @@ def examples(request: RequestId, model: ModelId, loss: CustomLoss | None, *shape
         )
 
 
-def gradient_of(backend: JaxBackend, model: ModelId, *batch: PassExample) -> tuple[list[Any], list[np.ndarray]]:
-    """Run a pass; return its results and the accumulated gradient of a model, which is cleared."""
+def compute_gradient(backend: JaxBackend, model: ModelId, *batch: PassExample) -> tuple[list[Any], list[np.ndarray]]:
+    """Run a pass, return its results and the gradient of `model`, and clear all gradients."""
     results = backend.forward_backward(PreparedModelPassBatch(examples=tuple(batch)))
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(backend._pool.get(model).gradient)]
-    for each in {example.model_id for example in batch}:
-        backend.clear_gradient(each)
+    for model_id in {example.model_id for example in batch}:
+        backend.clear_gradient(model_id)
     return results, leaves
 
 
@@ -79,16 +82,16 @@ def backend():
 
 
 def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(backend: JaxBackend) -> None:
-    shapes = [(9,), (33,), (20,), (60,)]  # several micro-batches, and several lengths of padding
-    found, gradient = gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), *shapes))
-    wanted, expected = gradient_of(backend, MODEL, *examples(PLAIN, MODEL, None, *shapes))
+    shapes = [(9,), (33,), (20,), (60,)]  # multiple micro-batches with different padding
+    found, gradient = compute_gradient(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), *shapes))
+    wanted, expected = compute_gradient(backend, MODEL, *examples(PLAIN, MODEL, None, *shapes))
     for own, built_in in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(own.logprobs.shape, built_in.logprobs.shape)
         np.testing.assert_allclose(own.logprobs, built_in.logprobs, rtol=1e-6)
         assert own.sums["loss"] == pytest.approx(built_in.sums["loss"], rel=1e-6)
         ratio = built_in.means["ratio"]
         assert own.metrics == pytest.approx({"custom/ratio:mean": ratio.total / ratio.count}, rel=1e-6)
-    largest = max(np.abs(each).max() for each in expected)
+    largest = max(np.abs(leaf).max() for leaf in expected)
     assert largest > 0
     for own, built_in in zip(gradient, expected, strict=True):
         np.testing.assert_allclose(own / largest, built_in / largest, atol=1e-6)
@@ -101,20 +104,22 @@ def test_a_custom_loss_is_batch_invariant_next_to_other_requests(backend: JaxBac
         *examples(PLAIN, MODEL, None, (20,), (7,)),
         *examples(NEIGHBOUR, OTHER, importance_sampling(2.0), (9,), (50,)),
     ]
-    alone, gradient = gradient_of(backend, MODEL, *own)
-    _, of_plain = gradient_of(backend, MODEL, *others[:2])
-    together, _ = gradient_of(backend, MODEL, *own, *others)
+    alone, gradient = compute_gradient(backend, MODEL, *own)
+    _, plain_gradient = compute_gradient(backend, MODEL, *others[:2])
+    together, _ = compute_gradient(backend, MODEL, *own, *others)
+
     for one, other in zip(alone, together, strict=False):
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
         assert (one.sums, one.metrics) == (other.sums, other.metrics)
-    _, summed = gradient_of(backend, MODEL, *own, *others[:2])
-    for one, other, both in zip(gradient, of_plain, summed, strict=True):
+
+    _, summed = compute_gradient(backend, MODEL, *own, *others[:2])
+    for one, other, both in zip(gradient, plain_gradient, summed, strict=True):
         assert (one + other).tobytes() == both.tobytes()
 
 
 def test_forward_gives_the_same_results_and_no_gradient(backend: JaxBackend) -> None:
     batch = [*examples(CUSTOM, MODEL, importance_sampling(), (9,), (40,))]
-    with_gradient, _ = gradient_of(backend, MODEL, *batch)
+    with_gradient, _ = compute_gradient(backend, MODEL, *batch)
     without = backend.forward(PreparedModelPassBatch(examples=tuple(batch)))
     for one, other in zip(with_gradient, without, strict=True):
         assert (one.sums, one.metrics) == (other.sums, other.metrics)
@@ -132,18 +137,20 @@ def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
     for example in examples(CUSTOM, MODEL, loss, (9, 3), (12, 4), (11, 3)):
         inputs = {**example.loss_inputs, "advantages": np.float32(0.5).reshape(())}
         batch.append(replace(example, loss_inputs=inputs))
-    results, gradient = gradient_of(backend, MODEL, *batch)
+    results, gradient = compute_gradient(backend, MODEL, *batch)
+
     for example, result in zip(batch, results, strict=True):
         ratio = np.exp(result.logprobs.astype(np.float64) - example.loss_inputs["sampled"])
         assert result.sums["loss"] == pytest.approx(-0.5 * ratio.sum(), rel=1e-5)
-    assert any(each.any() for each in gradient)
+
+    assert any(leaf.any() for leaf in gradient)
 
 
 def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend: JaxBackend) -> None:
-    gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), (40,)))
+    compute_gradient(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), (40,)))
     before, kept = backend.meters().compilations, custom_losses._get_program.cache_info().currsize
     for scale, length in ((0.5, 40), (0.25, 41)):
         changed = replace(importance_sampling(scale), name=f"ratio {scale}")
-        gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, changed, (length,)))
+        compute_gradient(backend, MODEL, *examples(CUSTOM, MODEL, changed, (length,)))
     assert backend.meters().compilations == before
     assert custom_losses._get_program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS

@@ -1,4 +1,4 @@
-"""Detection of lost devices and of compilation."""
+"""Detection of lost devices and of running compilations."""
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +60,14 @@ def test_compilation_is_seen_while_it_runs_and_after_it_failed() -> None:
     monitor, seen = get_compilation_monitor(), []
 
     @jax.jit
-    def traced(x: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array) -> jax.Array:
         seen.append(monitor.is_compiling)
         return x @ jnp.ones((3, 3))
 
     assert not monitor.is_compiling
     for rows in ((2, 3), (2, 3), (2, 4)):
         try:
-            traced(jnp.ones(rows))
+            multiply(jnp.ones(rows))
         except TypeError:  # 4 columns do not fit 3 rows
             assert rows == (2, 4)
         assert not monitor.is_compiling

@@ -1,6 +1,6 @@
-"""One host: what the functions for several hosts do there, and what changes when there are several.
+"""Multi-host functions on a single host, and with `is_distributed` patched.
 
-`tests/conformance/test_hosts.py` has two processes.
+`tests/conformance/test_hosts.py` runs two processes.
 """
 
 import logging
@@ -28,13 +28,13 @@ def test_on_one_host_arrays_and_numbers_are_its_own():
 
 def test_devices_are_in_order_of_their_ids_and_those_of_this_host(monkeypatch):
     unordered = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
-    assert [each.id for each in devices.list_local_devices(unordered)] == [0, 1, 2, 3]
+    assert [device.id for device in devices.list_local_devices(unordered)] == [0, 1, 2, 3]
     monkeypatch.setattr(devices, "is_distributed", lambda: True)
-    assert [each.id for each in devices.list_local_devices(unordered)] == [0, 2]
+    assert [device.id for device in devices.list_local_devices(unordered)] == [0, 2]
 
 
 def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, caplog):
-    """The other hosts may have had enough memory, and would wait for this one."""
+    """The other hosts may still have memory and would wait for this one."""
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     with caplog.at_level(logging.CRITICAL):
         with pytest.raises(CapacityError), convert_memory_errors("a model"):

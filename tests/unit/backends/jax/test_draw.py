@@ -11,7 +11,11 @@ from skyrl_tx.backends.jax.sample import draw as drawing
 
 VOCAB = 300  # three blocks, the last one padded
 ROWS = 512
-"""Rows of each call. Tests that need fewer repeat them: one program serves all, here and in test_filters."""
+"""Rows of each call.
+
+Tests that need fewer rows repeat them, so that one program serves all tests here and in
+test_token_filters.py.
+"""
 
 compiled = jax.jit(partial(drawing.draw, max_topk=5))
 
@@ -69,11 +73,13 @@ def test_tokens_follow_the_exact_distribution(temperature, top_k, top_p):
     counts = np.bincount(np.concatenate(drawn), minlength=VOCAB)
     expected = exact(logits, temperature, top_k, top_p) * counts.sum()
     assert counts[expected == 0].sum() == 0
-    rare = expected < 8  # pooled, as the chi-square approximation requires
+
+    rare = expected < 8  # rare tokens are pooled, because the chi-square approximation needs 8 of each
     observed, wanted = counts[~rare], expected[~rare]
     if expected[rare].sum() >= 8:
         observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())
     statistic, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+
     assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom), (statistic, freedom)
 
 
@@ -131,7 +137,10 @@ def test_low_temperatures_report_the_distribution_drawn_from():
 
 
 def test_no_program_sorts_the_vocabulary():
-    """XLA may compile a top-k to a full sort, a hundred times slower, depending on how the result is used."""
+    """XLA may compile a top-k to a full sort, depending on how the result is used.
+
+    A full sort is a hundred times slower.
+    """
     vocab = 40 * 128
     arguments = np.zeros((2, vocab), np.float32), params(2), np.zeros(2, np.int32)
     text = compiled.lower(*arguments, wants_topk=np.bool_(True)).compile().as_text()

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters whose experts share factors, or have their own, in a server of either form."""
+"""Adapter checkpoints with shared or separate expert factors, loaded by servers of either form."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +24,15 @@ LORA = LoraSpec(rank=3, seed=1)
 WEIGHTS = {StatePart.WEIGHTS}
 
 
-def model_of(folder: Path, form: ExpertLora) -> tuple[models.ModelConfig, AdapterFormat]:
+def make_model(folder: Path, form: ExpertLora) -> tuple[models.ModelConfig, AdapterFormat]:
     content = hf.read_json(write_model(folder, "GptOssForCausalLM"), "config.json")
     family = models.find_family(content)
     config = replace(family.config_from_hf(content), expert_lora=form)
     return config, models.make_adapter_format(config, family.weights, "tiny")
 
 
-def trained(config: models.ModelConfig) -> checkpoint.TrainingState:
-    """Return a model whose B is not zero."""
+def make_trained_state(config: models.ModelConfig) -> checkpoint.TrainingState:
+    """Return a training state whose B is not zero."""
     state = make_training_state(config, LORA)
     draw = np.random.default_rng(0)
     for pair in state.adapter.weights.values():
@@ -41,15 +41,15 @@ def trained(config: models.ModelConfig) -> checkpoint.TrainingState:
     return replace(state, **on_device)
 
 
-def saved(folder: Path, form: ExpertLora, *, all_parts: bool = False) -> Path:
-    config, files = model_of(folder / "model", form)
+def save_adapter(folder: Path, form: ExpertLora, *, all_parts: bool = False) -> Path:
+    config, files = make_model(folder / "model", form)
     (folder / "adapter").mkdir()
-    checkpoint.capture(trained(config), ALL_PARTS if all_parts else WEIGHTS, files).write(folder / "adapter")
+    checkpoint.capture(make_trained_state(config), ALL_PARTS if all_parts else WEIGHTS, files).write(folder / "adapter")
     return folder / "adapter"
 
 
 def test_shared_factors_are_one_tensor_in_files(tmp_path: Path) -> None:
-    tensors = load_file(saved(tmp_path, "shared") / "adapter_model.safetensors")
+    tensors = load_file(save_adapter(tmp_path, "shared") / "adapter_model.safetensors")
     for stack, sizes in {"w1": (1, 8), "w3": (1, 8), "w2": (8, 1)}.items():
         name = f"base_model.model.model.layers.1.mlp.experts.{stack}.lora_"
         assert tuple(len(tensors[f"{name}{factor}.weight"]) for factor in "AB") == sizes
@@ -57,17 +57,17 @@ def test_shared_factors_are_one_tensor_in_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["shared", "own"])
 def test_a_checkpoint_is_restored_bit_equal(tmp_path: Path, form: ExpertLora) -> None:
-    folder = saved(tmp_path, form, all_parts=True)
-    config, files = model_of(tmp_path / "model", form)
+    folder = save_adapter(tmp_path, form, all_parts=True)
+    config, files = make_model(tmp_path / "model", form)
     restored = checkpoint.restore(make_training_state(config, LORA), checkpoint.open_snapshot(folder, files), ALL_PARTS)
-    jax.tree.map(np.testing.assert_array_equal, restored.adapter, trained(config).adapter)
+    jax.tree.map(np.testing.assert_array_equal, restored.adapter, make_trained_state(config).adapter)
 
 
 def test_shared_factors_are_given_to_each_expert_of_a_server_with_own_ones(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "shared")
-    config, files = model_of(tmp_path / "model", "own")
+    folder = save_adapter(tmp_path, "shared")
+    config, files = make_model(tmp_path / "model", "own")
     found = checkpoint.open_snapshot(folder, files).make_adapter(LORA.rank).weights
-    shared = trained(model_of(tmp_path / "model", "shared")[0]).adapter.weights
+    shared = make_trained_state(make_model(tmp_path / "model", "shared")[0]).adapter.weights
     assert models.choose_expert_lora(config, read_adapter(folder)) == "shared"
     for name, pair in found.items():
         for array, expected in ((pair.a, shared[name].a), (pair.b, shared[name].b)):
@@ -76,18 +76,18 @@ def test_shared_factors_are_given_to_each_expert_of_a_server_with_own_ones(tmp_p
 
 
 def test_own_factors_are_refused_where_experts_share_them(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "own")
-    config, files = model_of(tmp_path / "model", "shared")
+    folder = save_adapter(tmp_path, "own")
+    config, files = make_model(tmp_path / "model", "shared")
     assert models.choose_expert_lora(config, read_adapter(folder)) == "own"
     with pytest.raises(AdapterError, match=r"experts\.w1.*load it on a server with --backend-config\.expert-lora own"):
         checkpoint.open_snapshot(folder, files)
 
 
 def test_a_training_state_is_refused_in_the_other_form(tmp_path: Path) -> None:
-    """Moments of a shared factor are not those that factors of experts would have."""
-    folder = saved(tmp_path, "shared", all_parts=True)
+    """Optimizer moments of a shared factor are not the moments of separate factors."""
+    folder = save_adapter(tmp_path, "shared", all_parts=True)
     with pytest.raises(AdapterError, match=r"--backend-config\.expert-lora shared"):
-        checkpoint.open_snapshot(folder, model_of(tmp_path / "model", "own")[1])
+        checkpoint.open_snapshot(folder, make_model(tmp_path / "model", "own")[1])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A mixture of experts through the backend: memory modes, targets and the largest rank."""
+"""Mixture-of-experts models in the backend: memory modes, targets and the largest rank."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 
 MODEL, AGAIN = ModelId("m"), ModelId("again")
-MAX_RANK = 48  # more than an expert is wide
+MAX_RANK = 48  # larger than the width of an expert
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of one dense and one sparse layer."""
+    """Write a model with one dense and one sparse layer."""
     experts = {"mlp_only_layers": [0]}
     return write_model(tmp_path_factory.mktemp("model"), "Qwen3MoeForCausalLM", std=0.2, experts=experts)
 
@@ -47,7 +47,7 @@ def batch(model_id: ModelId, seed: int) -> PreparedModelPassBatch:
 
 
 def train(backend: JaxBackend, lora: LoraSpec) -> None:
-    """Take one step, after which no B is zero, and leave another gradient behind."""
+    """Take one optimizer step, after which no B is zero, and leave another gradient pending."""
     backend.create_model(MODEL, ModelSpec(lora=lora))
     backend.forward_backward(batch(MODEL, 0))
     backend.optim_step(MODEL, OptimizerParams(learning_rate=0.01, eps=1.0))
@@ -85,13 +85,15 @@ def test_the_largest_rank_trains_and_is_restored_bit_equal(directory: Path, tmp_
     train(backend, lora)
     backend.capture(MODEL, ALL_PARTS).write(tmp_path)
     backend.restore(AGAIN, ModelSpec(lora=lora), backend.open_snapshot(tmp_path), ALL_PARTS)
-    stepped = [backend.optim_step(each, OptimizerParams(learning_rate=0.01)) for each in (MODEL, AGAIN)]
+    stepped = [backend.optim_step(model_id, OptimizerParams(learning_rate=0.01)) for model_id in (MODEL, AGAIN)]
     assert stepped[0] == stepped[1] and stepped[0]["unclipped_grad_l2:mean"] > 0
-    results = [backend.forward_backward(batch(each, 2)) for each in (MODEL, AGAIN)]
+
+    results = [backend.forward_backward(batch(model_id, 2)) for model_id in (MODEL, AGAIN)]
     for mine, again in zip(*results, strict=True):
         np.testing.assert_array_equal(mine.logprobs, again.logprobs)
         assert np.isfinite(mine.logprobs).all()
-    one, other = (backend.capture(each, ALL_PARTS) for each in (MODEL, AGAIN))
+
+    one, other = (backend.capture(model_id, ALL_PARTS) for model_id in (MODEL, AGAIN))
     assert set(one.parts) == ALL_PARTS
     jax.tree.map(np.testing.assert_array_equal, one.parts, other.parts)
     backend.close()

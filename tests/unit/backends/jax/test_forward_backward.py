@@ -22,7 +22,7 @@ accumulate = fast_jit(forward_backward.accumulate.__wrapped__, static_argnames=(
 
 
 LOOPS = ("DeepseekV3ForCausalLM", 3), ("Qwen3_5ForCausalLM", 8)
-"""A loop for the dense layer and one for those with experts, and a loop over cycles of four layers."""
+"""Models with two loops (dense, sparse) and with one loop over cycles of four layers."""
 
 
 @pytest.mark.parametrize(

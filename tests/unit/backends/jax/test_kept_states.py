@@ -1,6 +1,6 @@
-"""States of fixed size that the prefix cache keeps, on fake programs.
+"""Recurrent states that the prefix cache keeps, tested on fake programs.
 
-The fake fails when a chunk follows another state than that of the keys before it, and when a sample begins with one.
+The fake fails if a chunk or a sample starts from a state that does not match the keys before it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,11 @@ def start(programs: FakeModelRunner, memory: SampleMemory = MEMORY) -> SampleSch
     return scheduler
 
 
-def hits_of(prompts: Mapping[str, np.ndarray], memory: SampleMemory = MEMORY) -> dict[str, int]:
-    """Return the tokens of each prompt that came from the cache; check that they change no bit, nor exceed a limit."""
+def count_hits(prompts: Mapping[str, np.ndarray], memory: SampleMemory = MEMORY) -> dict[str, int]:
+    """Return how many tokens of each prompt came from the cache.
+
+    Check that hits change no bit and that the cache stays within its limit.
+    """
     programs, hits = FakeModelRunner(), {}
     scheduler = start(programs, memory)
     for name, prompt in prompts.items():
@@ -49,7 +52,7 @@ def join(*parts: np.ndarray) -> np.ndarray:
 
 def test_a_turn_of_a_conversation_continues_after_the_last_whole_chunk_of_the_turn_before():
     text = make_prompt(250)
-    assert hits_of({f"turn {size}": text[:size] for size in (20, 50, 64, 97, 180, 181, 250)}) == {
+    assert count_hits({f"turn {size}": text[:size] for size in (20, 50, 64, 97, 180, 181, 250)}) == {
         "turn 64": 32,
         "turn 97": 64,
         "turn 180": 96,
@@ -60,31 +63,31 @@ def test_a_turn_of_a_conversation_continues_after_the_last_whole_chunk_of_the_tu
 
 def test_questions_after_a_system_prompt_begin_where_the_first_two_parted():
     prompts = {f"question {n}": join(SYSTEM, make_prompt(50 + n, seed=n)) for n in range(1, 5)}
-    assert hits_of(prompts) == {"question 3": 64, "question 4": 64}
+    assert count_hits(prompts) == {"question 3": 64, "question 4": 64}
 
 
 def test_a_short_question_needs_no_other_before_it():
     prompts = {f"question {n}": join(SYSTEM, make_prompt(9 + n, seed=n)) for n in range(1, 3)}
-    assert hits_of(prompts) == {"question 2": 64}
+    assert count_hits(prompts) == {"question 2": 64}
 
 
 def test_branches_of_a_conversation_begin_where_the_first_left_it():
-    """The first branch replaces the conversation that it continues, and keeps the state with which it began."""
+    """The first branch replaces the conversation that it continues, but keeps its initial state."""
     branches = {f"branch {n}": join(SYSTEM, make_prompt(100, seed=n)) for n in range(1, 4)}
-    assert hits_of({"root": SYSTEM, **branches}) == dict.fromkeys(branches, 64)
+    assert count_hits({"root": SYSTEM, **branches}) == dict.fromkeys(branches, 64)
 
 
 def test_a_later_parting_is_kept_as_well():
     shared = join(SYSTEM, make_prompt(60, seed=1))
     prompts = {f"question {n}": join(SYSTEM, make_prompt(50 + n, seed=n)) for n in range(2, 4)}
     longer = {f"longer {n}": join(shared, make_prompt(70, seed=n)) for n in range(4, 7)}
-    assert hits_of(prompts | longer) == {"longer 4": 64, "longer 5": 64, "longer 6": 128}
+    assert count_hits(prompts | longer) == {"longer 4": 64, "longer 5": 64, "longer 6": 128}
 
 
 def test_without_room_for_states_only_equal_prompts_are_hits():
     prompts = {name: join(SYSTEM, make_prompt(20, seed=n)) for name, n in (("first", 1), ("alike", 2), ("equal", 2))}
-    assert hits_of(prompts) == {"alike": 64, "equal": 90}
-    assert hits_of(prompts, replace(MEMORY, prefix_tokens=96 + STATE)) == {"equal": 90}
+    assert count_hits(prompts) == {"alike": 64, "equal": 90}
+    assert count_hits(prompts, replace(MEMORY, prefix_tokens=96 + STATE)) == {"equal": 90}
 
 
 def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
@@ -103,7 +106,10 @@ def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
 
 @pytest.mark.parametrize("prefix_tokens", [0, 200, 700])
 def test_prompts_and_samples_share_the_states(prefix_tokens):
-    """The memory is the least that a plan has: the longest sample, its state, and those of prompts and prefixes."""
+    """The memory is the smallest that a plan has.
+
+    It holds the longest sample with its state, and the states of prompts and prefixes.
+    """
     memory = replace(MEMORY, num_slots=2, tokens=256, max_length=256, prefix_tokens=prefix_tokens)
     scheduler = start(FakeModelRunner(), memory)
     sizes = (20, 240, 250, 200, 230, 30, 96, 97, 128, 33, 240, 99)
@@ -114,6 +120,7 @@ def test_prompts_and_samples_share_the_states(prefix_tokens):
         for n, size in enumerate(sizes)
     ]
     results = run(scheduler, *requests)
+
     assert scheduler.meters().kv_cache_tokens_used == 0
     assert scheduler.meters().prefix_cache_tokens <= prefix_tokens
     for request in requests:

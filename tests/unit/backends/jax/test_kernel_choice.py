@@ -1,4 +1,4 @@
-"""The choice of kernels: by platform, type and setting, and the lines that explain it."""
+"""Kernel selection by platform, dtype and setting, and the log lines that explain it."""
 
 import json
 import logging
@@ -78,17 +78,20 @@ def test_what_a_kernel_lacks_is_named():
         "experts of 24 layers: loops",
     ]
     assert "attention of 24 layers in sampling: mosaic" in list(explain_kernels(tpu, pad_cached_dims(mixed, "tpu")))
+
     linear = hub_model("Qwen3.5-9B")
     assert list(explain_kernels(gpu, linear)) == [
         "attention of 8 layers in training: triton",
         "attention of 8 layers in sampling: triton",
     ]
+
     latent = hub_model("DeepSeek-V3.1")
     assert list(explain_kernels(gpu, latent)) == [
         "attention of 61 layers in training: triton",
         "attention of 61 layers in sampling: loops, as triton has no latents",
         "experts of 58 layers: triton",
     ]
+
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
     assert list(explain_kernels(NO_KERNELS, dense)) == [
         "attention of 36 layers in training: loops",
@@ -108,13 +111,13 @@ def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
 
 
 def _model_on_a_mesh(folder: Path) -> None:
-    """Compare gradients with kernels for heads on eight devices with those of the loops on one."""
+    """Compare gradients of attention kernels on eight devices with the loops on one device."""
     meshes = MeshConfig(fsdp=4, tp=2), MeshConfig(dp=2, fsdp=2, tp=2)
     _compare_on_meshes(folder, "Qwen3ForCausalLM", zip((Kernels(SPLASH), Kernels(TRITON)), meshes, strict=True))
 
 
 def _experts_on_a_mesh(folder: Path) -> None:
-    """Compare gradients with kernels for experts, also where devices have a part of them."""
+    """Compare gradients of expert kernels on eight devices, with and without sharded experts."""
     meshes = MeshConfig(fsdp=2, tp=2, ep=2), MeshConfig(dp=4, tp=2)
     kernels = Kernels(experts=MOSAIC_EXPERTS), Kernels(experts=TRITON_EXPERTS)
     _compare_on_meshes(folder, "Qwen3MoeForCausalLM", zip(kernels, meshes, strict=True))
@@ -138,7 +141,7 @@ def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Ke
         layout = make_layout(sizes)
         described = models.describe_params(model)
         params = hf.load(
-            directory, described, family.weights, placement=lambda each: get_parameter_sharding(layout, each)
+            directory, described, family.weights, placement=lambda parameter: get_parameter_sharding(layout, parameter)
         )
         params = replace(params, layout=layout, kernels=kernels)
 
@@ -160,6 +163,6 @@ def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
     run_in_own_process(_model_on_a_mesh, tmp_path)
 
 
-@pytest.mark.slow  # layers/test_grouped_experts.py has the kernels of one device, the test above the meshes
+@pytest.mark.slow  # layers/test_grouped_experts.py covers kernels on one device, and the test above covers meshes
 def test_experts_by_kernels_on_a_mesh_give_the_gradient_of_one_device(tmp_path):
     run_in_own_process(_experts_on_a_mesh, tmp_path)

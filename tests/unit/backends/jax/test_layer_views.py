@@ -1,4 +1,4 @@
-"""The layers of the weights as arrays in the memory of their stacks, and sampling with them."""
+"""Layers of the weights as views into the memory of their stacks, and sampling with them."""
 
 import gc
 
@@ -26,17 +26,20 @@ def address(x: jax.Array) -> int:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_layers_lie_in_their_stack_and_keep_it(dtype):
-    """The second array has layers that begin at addresses which XLA does not take."""
+    """The layers of the second array begin at addresses that XLA does not accept."""
     stack = jax.random.normal(jax.random.key(0), (3, 16, 64), dtype)
     small = jnp.arange(9, dtype=dtype).reshape(3, 3)
     params = separate_layers(DecoderParams(embed=stack[0], layers=({"up": stack, "bias": small},), final_norm=None))
     (layers,) = params.layers
     assert params.has_separate_layers and len(layers) == 3
-    first, values = address(stack), [np.asarray(each) for each in stack]
-    assert [address(each["up"]) - first for each in layers] == [n * stack.nbytes // 3 for n in range(3)]
+
+    first, values = address(stack), [np.asarray(matrix) for matrix in stack]
+    assert [address(layer["up"]) - first for layer in layers] == [n * stack.nbytes // 3 for n in range(3)]
+
     del stack
     gc.collect()
-    others = [jnp.full((3, 16, 64), n, dtype) for n in range(8)]  # would take the memory of the stack if it was free
+    others = [jnp.full((3, 16, 64), n, dtype) for n in range(8)]  # would reuse the memory of the stack if it were free
+
     for n, layer in enumerate(layers):
         np.testing.assert_array_equal(layer["up"], values[n])
         np.testing.assert_array_equal(layer["bias"], small[n])
@@ -57,18 +60,18 @@ def test_shapes_of_layers_are_sharded_like_stacks(tiny):
     assert q_proj.sharding.spec == jax.P("fsdp", "tp")
 
 
-@pytest.mark.parametrize("model", ["tiny", *(pytest.param(each, marks=pytest.mark.slow) for each in (MOE, HYBRID))])
+@pytest.mark.parametrize("model", ["tiny", *(pytest.param(family, marks=pytest.mark.slow) for family in (MOE, HYBRID))])
 def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
     found = [
-        sampled(tiny if model == "tiny" else load_model(tiny_directory(model)), is_separate=each)
-        for each in (False, True)
+        draw_samples(tiny if model == "tiny" else load_model(tiny_directory(model)), is_separate=is_separate)
+        for is_separate in (False, True)
     ]
     for key, tokens in found[0].tokens.items():
         assert found[1].tokens[key] == tokens
 
 
-def sampled(model: TinyModel, *, is_separate: bool):
-    """Sample with adapters and without, in slices as on accelerators."""
+def draw_samples(model: TinyModel, *, is_separate: bool):
+    """Sample with and without adapters, in slices as on accelerators."""
     device = ModelRunner(model.params, model.config, TINY_CONFIG)
     device._is_single_cpu = False
     device._counts = device._make_row_counts()

@@ -1,4 +1,4 @@
-"""Blocks of a vocabulary: drawing, the best tokens, and the order of tokens."""
+"""Blocks of the vocabulary: drawing, the best tokens, and the order of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from tests.support.fast_jit import fast_jit
 VOCAB = 300  # three blocks, the last one padded
 
 
-def blocks_of(*logits: np.ndarray) -> LogitBlocks:
+def make_blocks(*logits: np.ndarray) -> LogitBlocks:
     return fast_jit(LogitBlocks.from_logits)(np.stack(logits).astype(np.float32), np.ones(len(logits), np.float32))
 
 
-def in_order(logits: np.ndarray) -> np.ndarray:
+def sort_by_logit(logits: np.ndarray) -> np.ndarray:
     return np.argsort(-logits, kind="stable")
 
 
@@ -23,15 +23,18 @@ def in_order(logits: np.ndarray) -> np.ndarray:
 def test_a_token_of_weight_zero_is_never_picked(number):
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[129, 131]] = [np.log(1e-30), 0.0]
-    assert fast_jit(LogitBlocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
+    assert fast_jit(LogitBlocks.pick)(make_blocks(logits), np.array([number], np.float32))[0] in (129, 131)
 
 
 def test_tokens_of_many_blocks_are_picked_by_their_weights():
-    """Blocks in groups, the last of which is padded: the token at each quantile is that of a plain prefix sum."""
+    """Blocks are in groups, and the last group is padded.
+
+    Each quantile gives the token of a plain prefix sum.
+    """
     vocab = 130 * BLOCK + 5
-    weight = np.random.default_rng(3).integers(0, 4, vocab)  # whose sums are exact
+    weight = np.random.default_rng(3).integers(0, 4, vocab)  # integers, so their sums are exact
     until, number = np.cumsum(weight), np.linspace(0, 1, 500, endpoint=False, dtype=np.float32)
-    blocks = blocks_of(*[np.log2(np.maximum(weight, 1e-30)).astype(np.float32) * np.float32(np.log(2))] * number.size)
+    blocks = make_blocks(*[np.log2(np.maximum(weight, 1e-30)).astype(np.float32) * np.float32(np.log(2))] * number.size)
     picked = fast_jit(LogitBlocks.pick)(blocks, number)
     exact = np.searchsorted(until, number.astype(np.float64) * until[-1], side="right")
     assert (np.abs(until[picked] - until[exact]) <= 1e-4 * until[-1]).all()
@@ -55,16 +58,16 @@ def test_the_best_tokens_are_ordered_by_logit_then_id(K, vocab):
     some = [draw.standard_normal(vocab), draw.integers(0, 3, vocab), np.zeros(vocab), -np.arange(vocab)]
     some.append(np.where(np.arange(vocab) % BLOCK == 5, 1.0, 0.0))  # every block has the same maximum
     rows = [np.where(np.arange(vocab) % 7 == 3, -np.inf, row).astype(np.float32) for row in some]
-    logits_SK, token_SK = fast_jit(LogitBlocks.find_top_k, static_argnums=1)(blocks_of(*rows), K)
+    logits_SK, token_SK = fast_jit(LogitBlocks.find_top_k, static_argnums=1)(make_blocks(*rows), K)
     for row, token_K, logit_K in zip(rows, token_SK, logits_SK, strict=True):
-        assert token_K.tolist() == in_order(row)[:K].tolist()
-        assert logit_K.tolist() == row[in_order(row)[:K]].tolist()
+        assert token_K.tolist() == sort_by_logit(row)[:K].tolist()
+        assert logit_K.tolist() == row[sort_by_logit(row)[:K]].tolist()
 
 
 def test_the_tokens_before_a_mark_are_weighed_by_block_and_drawn_from():
     draw = np.random.default_rng(1)
     rows = [draw.standard_normal(VOCAB).astype(np.float32), draw.integers(0, 4, VOCAB).astype(np.float32)]
-    blocks, marked = blocks_of(*rows), np.array([7, 290], np.int32)
+    blocks, marked = make_blocks(*rows), np.array([7, 290], np.int32)
 
     @fast_jit
     def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +78,7 @@ def test_the_tokens_before_a_mark_are_weighed_by_block_and_drawn_from():
     for number in (0.0, 0.3, 0.7, 0.999):
         before_SN, picked_S = look(np.float32(number))
         for logits, token, weight_N, picked in zip(rows, marked, before_SN, picked_S, strict=True):
-            first = in_order(logits)[: in_order(logits).tolist().index(token)]
+            first = sort_by_logit(logits)[: sort_by_logit(logits).tolist().index(token)]
             weight = np.zeros(3 * BLOCK)
             weight[first] = np.exp(logits[first].astype(np.float64) - logits.max())
             np.testing.assert_allclose(weight_N, weight.reshape(3, BLOCK).sum(axis=1), rtol=1e-5)
@@ -84,7 +87,7 @@ def test_the_tokens_before_a_mark_are_weighed_by_block_and_drawn_from():
 
 def test_selected_rows_equal_the_rows_of_the_whole():
     draw = np.random.default_rng(2)
-    blocks = blocks_of(*draw.standard_normal((4, VOCAB)).astype(np.float32))
+    blocks = make_blocks(*draw.standard_normal((4, VOCAB)).astype(np.float32))
     token = np.array([9, 8, 7, 6], np.int32)
 
     @jax.jit

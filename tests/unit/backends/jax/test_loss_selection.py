@@ -1,4 +1,4 @@
-"""The loss chosen by number equals the loss itself: value, means and gradient."""
+"""A loss chosen by number equals the loss itself in value, means and gradient."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ LENGTH = 6
 
 
 @partial(jax.jit, static_argnames="is_local")
-def by_number(number, logprobs, inputs, config_BC, is_local):
-    """Return the gradient and the output of the whole sequence, those of its halves, and the output by itself."""
+def evaluate_by_number(number, logprobs, inputs, config_BC, is_local):
+    """Return gradients and outputs of the whole and its halves, and the output alone."""
     evaluate = partial(loss_selection.evaluate, number, config_BC=config_BC, is_local=is_local)
     differentiate = partial(loss_selection.evaluate_and_differentiate, number, config_BC=config_BC, is_local=is_local)
     halves = [
@@ -28,10 +28,10 @@ def by_number(number, logprobs, inputs, config_BC, is_local):
 
 
 @partial(fast_jit, static_argnames="name")
-def by_name(name, logprobs, inputs, config_BC):
+def evaluate_by_name(name, logprobs, inputs, config_BC):
     """Return the output and the gradient of a loss."""
     loss = LOSSES[name]
-    own = {each: inputs[each] for each in loss.spec.inputs if each != TARGET_TOKENS}
+    own = {key: inputs[key] for key in loss.spec.inputs if key != TARGET_TOKENS}
 
     def total(logprobs):
         output = loss.evaluate(logprobs, own, config_BC[:, : len(loss.columns)])
@@ -41,12 +41,12 @@ def by_name(name, logprobs, inputs, config_BC):
     return output, gradient
 
 
-def drawn(name: str, ndim: int, seed: int, low: float):
-    """Return log-probabilities, inputs of `low` and above, and configurations of two rows."""
+def draw_arguments(name: str, ndim: int, seed: int, low: float):
+    """Return log-probabilities, loss inputs of at least `low`, and loss configs of two rows."""
     draw = np.random.default_rng(seed)
     shape = (2, LENGTH, 3)[:ndim]
     logprobs = -draw.random(shape, np.float32)
-    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_selection.LOSS_INPUTS}
+    inputs = {key: draw.random(shape, np.float32) + np.float32(low) for key in loss_selection.LOSS_INPUTS}
     columns = [LOSSES[name].spec.config[column] for column in LOSSES[name].columns]
     config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_selection.NUM_COLUMNS]
     return logprobs, inputs, config_BC
@@ -54,9 +54,9 @@ def drawn(name: str, ndim: int, seed: int, low: float):
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
 def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
-    arguments = drawn(name, ndim, seed=0, low=-0.5)
-    expected, wanted = by_name(name, *arguments)
-    (gradient, *got), _, by_itself = by_number(
+    arguments = draw_arguments(name, ndim, seed=0, low=-0.5)
+    expected, wanted = evaluate_by_name(name, *arguments)
+    (gradient, *got), _, by_itself = evaluate_by_number(
         loss_selection.get_loss_number(name, ndim), *arguments, is_local=LOSSES[name].is_local
     )
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
@@ -67,7 +67,7 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
 @pytest.mark.parametrize(("name", "ndim"), CASES)
 def test_a_local_loss_depends_on_each_position_alone(name, ndim):
     number, is_local = loss_selection.get_loss_number(name, ndim), LOSSES[name].is_local
-    whole, halves, _ = by_number(number, *drawn(name, ndim, seed=1, low=0), is_local=is_local)
+    whole, halves, _ = evaluate_by_number(number, *draw_arguments(name, ndim, seed=1, low=0), is_local=is_local)
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *halves)
     assert np.array_equal(whole[0], joined[0]) == is_local
     if is_local:

@@ -1,4 +1,4 @@
-"""Memory plans, the memory that programs really need, and isolation of requests that exhaust it."""
+"""Memory plans, the memory that programs need, and isolation of requests that exhaust it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,13 +72,13 @@ def test_the_plan_depends_on_memory_and_configured_values_take_precedence(free_m
 
 
 LONG_ROWS = [
-    # What fits in 0.9 of 8,900 MiB less 100, of tokens of 1 and of 1/8 MiB, rounded down to three bits
+    # 0.9 * 8,900 MiB minus 100 MiB, for tokens of 1 or 1/8 MiB, rounded down to three bits
     ({}, (7168, 57344), {4096: "SAVE_MATMULS", 7168: "SAVE_MATMULS", 7169: "FULL", 57345: "OFFLOAD"}),
     ({"offload": False}, (7168, None), {7168: "SAVE_MATMULS", 57345: "FULL"}),
     ({"remat": True}, (None, 57344), {100: "FULL", 57345: "OFFLOAD"}),
     ({"remat": False}, (None, None), {57345: "SAVE_MATMULS"}),
     ({"offload": True}, (None, 0), {1: "OFFLOAD"}),
-    # Rows no longer than a micro-batch are computed as it is
+    # Rows that are no longer than a micro-batch use its policy
     ({"micro_batch_tokens": 65536}, (65536, 65536), {65536: "SAVE_MATMULS", 65537: "OFFLOAD"}),
 ]
 
@@ -96,8 +96,8 @@ def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, abov
     ("settings", "host_mib", "tokens"),
     [
         ({}, None, 7910 * 32),
-        ({}, 10_000, 100_000),  # a tenth of a MiB each
-        ({}, 1_000, 57344),  # what needs no offloading
+        ({}, 10_000, 100_000),  # 0.1 MiB of host memory per token
+        ({}, 1_000, 57344),  # the longest row without offloading
         ({"offload": False}, None, 7910 * 8),
     ],
 )
@@ -131,7 +131,7 @@ def test_offloading_needs_rematerialization():
 
 
 def test_offloaded_training_has_the_bits_of_rematerialized_training(start):
-    """On CPU, where the memory is the same."""
+    """On CPU, host and device share the same memory."""
     offloaded = start(32, offload=True)
     assert offloaded.fingerprint_changes()["offload_above"] == "0"
     assert_bit_equal(numbers(offloaded), numbers(start(32, remat=True)))
@@ -154,20 +154,21 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
     attention = config.blocks[0].mixer
     token = 2 * config.num_layers * attention.num_kv_heads * attention.head_dim * 4
 
-    def planned(free: int, **settings) -> SampleMemory:
+    def plan_memory(free: int, **settings) -> SampleMemory:
         monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
         return plan_sample_memory(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
 
-    # Half of 20,000 positions: 33 pages that are empty or of partly filled ends, 97 of samples and 25 of prefixes.
-    assert planned(20_000 * token) == planned(20_100 * token) == SampleMemory(32, 6144, 1536, 512)
-    assert planned(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
-    assert planned(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
+    # Half of 20,000 positions: 33 pages that are empty or partly filled, 97 for samples and 25 for
+    # prefixes.
+    assert plan_memory(20_000 * token) == plan_memory(20_100 * token) == SampleMemory(32, 6144, 1536, 512)
+    assert plan_memory(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
+    assert plan_memory(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
     copies = replace(tiny.params, layout=make_abstract_layout(MeshConfig(dp=4)))
     monkeypatch.setattr(memory, "get_free_bytes", lambda _: 10_000_000 * token)
     assert plan_sample_memory(JaxConfig(max_context_length=1024), copies, config).num_slots == 4 * 256
-    assert planned(0).tokens == 1
-    assert planned(10_000 * token, max_sample_tokens=9999).tokens == 9999
-    assert planned(20_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 7168, 0, 512)
+    assert plan_memory(0).tokens == 1
+    assert plan_memory(10_000 * token, max_sample_tokens=9999).tokens == 9999
+    assert plan_memory(20_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 7168, 0, 512)
 
 
 @pytest.mark.parametrize("free_gib", [1, 7, 60, 120])
@@ -206,22 +207,22 @@ def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog)
 
 
 def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):
-    """All models may have the highest rank, and the old and the new state of one exist at the same time."""
+    """All models may have the highest rank, and the old and new state of one exist together."""
 
     def cost(rank: int) -> int:
         return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(tiny.config, rank).weights))
 
-    def found(free: int | None, **settings) -> int:
+    def choose_models(free: int | None, **settings) -> int:
         monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
         return choose_max_models(JaxConfig(**settings), tiny.params, tiny.config)
 
-    assert found(100 * cost(64)) == found(100 * cost(128), max_lora_rank=128) == 39
-    assert found(100 * cost(48), max_lora_rank=33) == 39  # to which arrays of that rank are padded
-    assert found(10_000 * cost(64)) == found(None) == MAX_MODELS
-    assert found(0) == 1
-    assert found(100 * cost(64), max_lora_adapters=500) == 500
+    assert choose_models(100 * cost(64)) == choose_models(100 * cost(128), max_lora_rank=128) == 39
+    assert choose_models(100 * cost(48), max_lora_rank=33) == 39  # arrays of rank 33 are padded to 48
+    assert choose_models(10_000 * cost(64)) == choose_models(None) == MAX_MODELS
+    assert choose_models(0) == 1
+    assert choose_models(100 * cost(64), max_lora_adapters=500) == 500
     with caplog.at_level("INFO"):
-        assert found(100 * cost(64), max_lora_rank=32) > 60
+        assert choose_models(100 * cost(64), max_lora_rank=32) > 60
     assert "models in training at the same time" in caplog.text and "a model of rank 32" in caplog.text
 
 
@@ -239,7 +240,7 @@ def start() -> Callable[..., JaxBackend]:
         backend = JaxBackend(str(tiny_directory(std=0.05)), config)
         backend.start()
         backend.create_model(MODEL, SPEC)
-        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # a gradient that must not change
+        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # a pending gradient
         return backend
 
     return start
@@ -252,8 +253,8 @@ def numbers(backend: JaxBackend) -> list[np.ndarray]:
     return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
 
 
-def state_of(backend: JaxBackend) -> list[np.ndarray]:
-    """Return the weights, the moments and the gradient of a model."""
+def read_state(backend: JaxBackend) -> list[np.ndarray]:
+    """Return the weights, the moments and the gradient of the model."""
     parts = backend.capture(MODEL, ALL_PARTS).parts
     return [np.asarray(leaf) for leaf in jax.tree.leaves(dict(parts))]
 
@@ -264,19 +265,19 @@ def assert_bit_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 def test_a_pass_that_exhausts_the_device_is_repeated_in_smaller_micro_batches(start, monkeypatch, caplog):
-    """The bits are those of the smaller budget from the start; earlier sums count once."""
+    """The bits are the same as with the smaller budget from the start. Earlier sums count once."""
     wanted = numbers(start(64))
     backend = start(128)
     accumulate, sizes = training.accumulate, []
 
-    def exhausted(*given, **settings):
-        sizes.append(given[3].tokens_BT.size)
+    def raise_exhausted(*arguments, **settings):
+        sizes.append(arguments[3].tokens_BT.size)
         if sizes[-1] > 64:
-            accumulate(*given, **settings)  # the donated sum is deleted, as on a device
+            accumulate(*arguments, **settings)  # the donated sum is deleted, as on a device
             raise EXHAUSTED
-        return accumulate(*given, **settings)
+        return accumulate(*arguments, **settings)
 
-    monkeypatch.setattr(training, "accumulate", exhausted)
+    monkeypatch.setattr(training, "accumulate", raise_exhausted)
     assert backend.fingerprint_changes() == {"micro_batch_tokens": "128", "remat": "False"}
     assert_bit_equal(numbers(backend), wanted)
     assert sizes[0] > 64 and max(sizes[1:]) <= 64
@@ -294,16 +295,16 @@ def test_memory_exhausted_when_results_are_read(start, monkeypatch):
 
 
 def test_with_several_hosts_a_pass_goes_on_with_less_memory_only_when_it_is_called_again(start, monkeypatch):
-    """It has planned that, and left nothing running that would wait for hosts which planned the same."""
+    """The failed call makes the smaller plan and leaves nothing running that waits for a host."""
     wanted = numbers(start(64))
     backend, accumulate, drained = start(128), training.accumulate, []
 
-    def exhausted(*given, **settings):
-        if given[3].tokens_BT.size > 64:
+    def raise_exhausted(*arguments, **settings):
+        if arguments[3].tokens_BT.size > 64:
             raise EXHAUSTED
-        return accumulate(*given, **settings)
+        return accumulate(*arguments, **settings)
 
-    monkeypatch.setattr(training, "accumulate", exhausted)
+    monkeypatch.setattr(training, "accumulate", raise_exhausted)
     monkeypatch.setattr(passes, "is_distributed", lambda: True)
     monkeypatch.setattr(passes, "drain_devices", lambda: drained.append(True))
     running = backend.begin_pass(BATCH, backward=True)
@@ -330,7 +331,7 @@ def test_waiting_for_all_devices_raises_other_errors_than_exhausted_memory(monke
     arrays = [Array(), Array(EXHAUSTED), Array()]
     monkeypatch.setattr(devices.jax, "live_arrays", lambda: arrays)
     devices.drain_devices()
-    assert all(each.is_done for each in arrays)
+    assert all(array.is_done for array in arrays)
     arrays.append(Array(jax.errors.JaxRuntimeError("INTERNAL: another host is gone")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="another host is gone"):
         devices.drain_devices()
@@ -343,46 +344,50 @@ def raise_next(errors: list[Exception]) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_running_passes_may_both_exhaust_the_memory(start, monkeypatch, first):
-    """One fits with 64 tokens, one with 32: each has the bits of its own budget, and the plan becomes the smaller."""
+    """One pass fits with 64 tokens, the other with 32. The plan becomes the smaller one."""
     models_, budgets = (MODEL, ModelId("other")), (64, 32)
-    batches = [PreparedModelPassBatch(examples=drawn_examples(each, (30,), (30,), (20,), (31,))) for each in models_]
+    batches = [
+        PreparedModelPassBatch(examples=drawn_examples(model_id, (30,), (30,), (20,), (31,))) for model_id in models_
+    ]
 
     def start_pass(backend: JaxBackend, which: int):
         return backend.begin_pass(batches[which], backward=True)
 
-    def numbers_of(backend: JaxBackend, which: int, results) -> list[np.ndarray]:
+    def read_numbers(backend: JaxBackend, which: int, results) -> list[np.ndarray]:
         gradient = backend.capture(models_[which], {StatePart.GRADIENT}).parts[StatePart.GRADIENT]
         return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
 
-    def with_both(micro_batch_tokens: int) -> JaxBackend:
+    def start_with_both(micro_batch_tokens: int) -> JaxBackend:
         backend = start(micro_batch_tokens)
         backend.create_model(models_[1], ModelSpec(lora=LoraSpec(rank=4, seed=2)))
         return backend
 
     wanted = []
     for which, budget in enumerate(budgets):
-        backend = with_both(budget)
-        wanted.append(numbers_of(backend, which, start_pass(backend, which).results()))
+        backend = start_with_both(budget)
+        wanted.append(read_numbers(backend, which, start_pass(backend, which).results()))
 
-    backend, accumulate, refused = with_both(128), training.accumulate, set()
-    weights = [backend.capture(each, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]["q_proj"].a for each in models_]
+    backend, accumulate, refused = start_with_both(128), training.accumulate, set()
+    weights = [
+        backend.capture(model_id, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]["q_proj"].a for model_id in models_
+    ]
 
-    def exhausted(params, adapter, *given, **settings):
+    def raise_exhausted(params, adapter, *arguments, **settings):
         which = next(n for n, leaf in enumerate(weights) if leaf is adapter.weights["q_proj"].a)
-        size, budget = given[1].tokens_BT.size, budgets[which]
+        size, budget = arguments[1].tokens_BT.size, budgets[which]
         if size > budget:
             refused.add(size)
             raise EXHAUSTED
-        return accumulate(params, adapter, *given, **settings)
+        return accumulate(params, adapter, *arguments, **settings)
 
-    monkeypatch.setattr(training, "accumulate", exhausted)
+    monkeypatch.setattr(training, "accumulate", raise_exhausted)
     passes = [start_pass(backend, which) for which in range(2)]
     running = set(range(2))
     while running:
         running -= {which for which in running if passes[which].step()}
     results = {which: passes[which].results() for which in (first, 1 - first)}
     for which in range(2):
-        assert_bit_equal(numbers_of(backend, which, results[which]), wanted[which])
+        assert_bit_equal(read_numbers(backend, which, results[which]), wanted[which])
     assert {64, 128} <= refused
     refused.clear()
     start_pass(backend, 0).results()
@@ -390,15 +395,18 @@ def test_two_running_passes_may_both_exhaust_the_memory(start, monkeypatch, firs
 
 
 def test_after_remat_the_pass_fails_alone(start, monkeypatch):
-    """A plan that did not help is discarded: other passes have the bits they would have without the failure."""
+    """A plan that did not help is discarded.
+
+    Other passes have the same bits as without the failure.
+    """
     backend, remats = start(32), []
 
-    def exhausted(*given, remat: RematPolicy, **settings):
+    def raise_exhausted(*arguments, remat: RematPolicy, **settings):
         remats.append(remat)
         raise EXHAUSTED
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "accumulate", exhausted)
+        patch.setattr(training, "accumulate", raise_exhausted)
         with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest micro-batches"):
             backend.forward_backward(BATCH)
     assert remats == [RematPolicy.SAVE_MATMULS, RematPolicy.FULL]
@@ -408,28 +416,29 @@ def test_after_remat_the_pass_fails_alone(start, monkeypatch):
 def test_a_plan_that_does_not_help_affects_no_other_pass(start, monkeypatch):
     backend, sizes = start(128), []
 
-    def exhausted(*given, **settings):
-        sizes.append(given[3].tokens_BT.size)
+    def raise_exhausted(*arguments, **settings):
+        sizes.append(arguments[3].tokens_BT.size)
         raise EXHAUSTED
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "accumulate", exhausted)
+        patch.setattr(training, "accumulate", raise_exhausted)
         with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest micro-batches"):
             backend.forward_backward(BATCH)
     assert len(set(sizes)) > 1
     assert_bit_equal(numbers(backend), numbers(start(128)))
 
 
+@pytest.mark.slow  # compares bits of two rematerializations, which little optimization does not keep
 def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
     backend, accumulate, remats = start(32), training.accumulate, []
 
-    def exhausted(*given, remat: RematPolicy, **settings):
+    def raise_exhausted(*arguments, remat: RematPolicy, **settings):
         remats.append(remat)
         if remat is not RematPolicy.FULL:
             raise EXHAUSTED
-        return accumulate(*given, remat=remat, **settings)
+        return accumulate(*arguments, remat=remat, **settings)
 
-    monkeypatch.setattr(training, "accumulate", exhausted)
+    monkeypatch.setattr(training, "accumulate", raise_exhausted)
     assert_bit_equal(numbers(backend), numbers(start(32, remat=True)))
     remats.clear()
     backend.forward_backward(BATCH)
@@ -439,8 +448,8 @@ def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
 def test_other_failures_are_not_repeated(start, monkeypatch):
     backend, calls = start(128), []
 
-    def broken(*given, **settings):
-        calls.append(given)
+    def broken(*arguments, **settings):
+        calls.append(arguments)
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     monkeypatch.setattr(training, "accumulate", broken)
@@ -451,7 +460,7 @@ def test_other_failures_are_not_repeated(start, monkeypatch):
 
 @pytest.mark.parametrize("change", ["create", "restore", "overwrite", "step"])
 def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, monkeypatch, change):
-    """Also if the device reports it only when the result is awaited."""
+    """The device may also report the error only when the result is awaited."""
     backend, other = start(64), ModelId("other")
     snapshot = backend.capture(MODEL, ALL_PARTS)
     run = {
@@ -460,13 +469,15 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
         "overwrite": lambda: backend.restore(MODEL, SPEC, snapshot, {StatePart.WEIGHTS}),
         "step": lambda: backend.optim_step(MODEL, OptimizerParams()),
     }[change]
-    before = state_of(backend)
+    before = read_state(backend)
+
     with monkeypatch.context() as patch:
         patch.setattr(training_state.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
-        patch.setattr(training_state, "adamw_step", lambda *given: raise_next([EXHAUSTED]))
+        patch.setattr(training_state, "adamw_step", lambda *arguments: raise_next([EXHAUSTED]))
         with pytest.raises(CapacityError, match=r"no memory left for .*\. State is unchanged.*max-lora-adapters"):
             run()
-    assert_bit_equal(state_of(backend), before)
+
+    assert_bit_equal(read_state(backend), before)
     with pytest.raises(UserError, match="no such model"):
         backend.capture(other, ALL_PARTS)
     run()

@@ -24,12 +24,12 @@ from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
 
-def layout_of(**sizes: int) -> Layout:
-    """Return a layout of as many devices as that takes, none of them real."""
+def make_mesh_layout(**sizes: int) -> Layout:
+    """Return a layout of that many abstract devices."""
     return make_abstract_layout(MeshConfig(**sizes))
 
 
-def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -> models.ModelConfig:
+def make_config(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -> models.ModelConfig:
     content = hf.read_json(write_model(directory, architecture, **sizes), "config.json")
     return models.find_family(content).config_from_hf(content)
 
@@ -49,82 +49,82 @@ def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -
 )
 def test_a_mesh_must_divide_the_sizes_of_the_model(tmp_path, mesh, sizes, message):
     with pytest.raises(MeshError, match=message):
-        check_divisible(layout_of(**mesh), config_of(tmp_path, **sizes))
+        check_divisible(make_mesh_layout(**mesh), make_config(tmp_path, **sizes))
 
 
 def test_a_mesh_must_divide_the_number_of_experts(tmp_path):
-    config = config_of(tmp_path, "Qwen3MoeForCausalLM")
-    check_divisible(layout_of(ep=4, tp=2), config)
+    config = make_config(tmp_path, "Qwen3MoeForCausalLM")
+    check_divisible(make_mesh_layout(ep=4, tp=2), config)
     with pytest.raises(MeshError, match="ep=3 does not divide num_experts = 8"):
-        check_divisible(layout_of(ep=3), config)
+        check_divisible(make_mesh_layout(ep=3), config)
 
 
 def test_a_size_is_named_as_in_the_config_of_its_family(tmp_path):
-    config = config_of(tmp_path, "GptOssForCausalLM", mlp_size=30)
-    check_divisible(layout_of(ep=4, tp=2), config)
+    config = make_config(tmp_path, "GptOssForCausalLM", mlp_size=30)
+    check_divisible(make_mesh_layout(ep=4, tp=2), config)
     with pytest.raises(MeshError, match="ep=3 does not divide num_local_experts = 8"):
-        check_divisible(layout_of(ep=3), config)
+        check_divisible(make_mesh_layout(ep=3), config)
     with pytest.raises(MeshError, match="tp=4 does not divide intermediate_size = 30"):
-        check_divisible(layout_of(tp=4), config_of(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
+        check_divisible(make_mesh_layout(tp=4), make_config(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
 
 
 def test_a_mesh_must_divide_the_width_of_a_shared_expert(tmp_path):
     experts = {"shared_expert_intermediate_size": 21}
-    config = config_of(tmp_path, "Qwen3_5MoeForCausalLM", num_layers=4, experts=experts)
-    check_divisible(layout_of(ep=4), config)
+    config = make_config(tmp_path, "Qwen3_5MoeForCausalLM", num_layers=4, experts=experts)
+    check_divisible(make_mesh_layout(ep=4), config)
     with pytest.raises(MeshError, match="tp=2 does not divide shared_expert_intermediate_size = 21"):
-        check_divisible(layout_of(tp=2), config)
+        check_divisible(make_mesh_layout(tp=2), config)
 
 
 def test_a_mesh_must_divide_the_heads_of_linear_attention(tmp_path):
-    config = config_of(tmp_path, "Qwen3_5ForCausalLM", num_layers=4, num_kv_heads=4)
-    check_divisible(layout_of(fsdp=2, tp=2), config)
+    config = make_config(tmp_path, "Qwen3_5ForCausalLM", num_layers=4, num_kv_heads=4)
+    check_divisible(make_mesh_layout(fsdp=2, tp=2), config)
     with pytest.raises(MeshError, match="tp=4 does not divide linear_num_key_heads = 2"):
-        check_divisible(layout_of(tp=4), config)
+        check_divisible(make_mesh_layout(tp=4), config)
 
 
 def test_a_mesh_must_divide_the_heads_of_latent_attention_and_its_experts(tmp_path):
-    config = config_of(tmp_path, "DeepseekV3ForCausalLM")
-    check_divisible(layout_of(fsdp=2, tp=4), config)
+    config = make_config(tmp_path, "DeepseekV3ForCausalLM")
+    check_divisible(make_mesh_layout(fsdp=2, tp=4), config)
     with pytest.raises(MeshError, match="tp=8 does not divide num_attention_heads = 4"):
-        check_divisible(layout_of(tp=8), config)
+        check_divisible(make_mesh_layout(tp=8), config)
     with pytest.raises(MeshError, match="ep=3 does not divide n_routed_experts = 8"):
-        check_divisible(layout_of(ep=3), config)
+        check_divisible(make_mesh_layout(ep=3), config)
 
 
 def test_a_mesh_must_divide_the_groups_of_mamba_and_latents(tmp_path):
-    config = config_of(tmp_path, "NemotronHForCausalLM", num_kv_heads=4, experts={"moe_latent_size": 18})
-    check_divisible(layout_of(fsdp=2, tp=2, ep=2), config)
+    config = make_config(tmp_path, "NemotronHForCausalLM", num_kv_heads=4, experts={"moe_latent_size": 18})
+    check_divisible(make_mesh_layout(fsdp=2, tp=2, ep=2), config)
     with pytest.raises(MeshError, match="tp=4 does not divide n_groups = 2"):
-        check_divisible(layout_of(tp=4), config)
+        check_divisible(make_mesh_layout(tp=4), config)
     with pytest.raises(MeshError, match="fsdp=4 does not divide moe_latent_size = 18"):
-        check_divisible(layout_of(fsdp=4), config)
+        check_divisible(make_mesh_layout(fsdp=4), config)
 
 
 def test_recurrent_layers_need_a_part_of_their_heads_on_each_device_that_shares_a_row(tmp_path):
-    linear = config_of(tmp_path / "linear", "Qwen3_5ForCausalLM", num_layers=4)
-    check_divisible(layout_of(fsdp=2, cp=2), linear)
+    linear = make_config(tmp_path / "linear", "Qwen3_5ForCausalLM", num_layers=4)
+    check_divisible(make_mesh_layout(fsdp=2, cp=2), linear)
     with pytest.raises(MeshError, match="cp=4 does not divide linear_num_key_heads = 2"):
-        check_divisible(layout_of(cp=4), linear)
-    mamba = config_of(tmp_path / "mamba", "NemotronHForCausalLM")
-    check_divisible(layout_of(cp=2), mamba)
+        check_divisible(make_mesh_layout(cp=4), linear)
+    mamba = make_config(tmp_path / "mamba", "NemotronHForCausalLM")
+    check_divisible(make_mesh_layout(cp=2), mamba)
     with pytest.raises(MeshError, match="cp=4 does not divide n_groups = 2"):
-        check_divisible(layout_of(cp=4), mamba)
+        check_divisible(make_mesh_layout(cp=4), mamba)
 
 
 def test_with_cp_training_shards_the_tokens_of_rows_and_sampling_the_rows():
-    sampling = layout_of(fsdp=2, cp=2, ep=2)
+    sampling = make_mesh_layout(fsdp=2, cp=2, ep=2)
     training = make_training_layout(sampling)
     assert (sampling.num_shards("batch"), sampling.num_shards("tokens"), sampling.shards_rows) == (8, 1, False)
     assert (training.num_shards("batch"), training.num_shards("tokens"), training.shards_rows) == (2, 4, True)
     assert sampling.num_shards("embed") == training.num_shards("embed") == 4
-    without = layout_of(fsdp=4, ep=2)
+    without = make_mesh_layout(fsdp=4, ep=2)
     assert make_training_layout(without) is without and str(MeshConfig(fsdp=4, ep=2)) == "fsdp=4,tp=1,ep=2"
 
 
 def test_over_dp_rows_are_sharded_and_weights_are_not():
-    layout = layout_of(dp=2, fsdp=2, cp=2)
-    assert (count_replicas(layout), count_replicas(layout_of(fsdp=4))) == (2, 1)
+    layout = make_mesh_layout(dp=2, fsdp=2, cp=2)
+    assert (count_replicas(layout), count_replicas(make_mesh_layout(fsdp=4))) == (2, 1)
     assert layout.spec(("batch", None), (16, 16)) == PartitionSpec(("dp", "fsdp", "cp", "ep"), None)
     assert layout.spec(("embed", "mlp"), (16, 16)) == PartitionSpec(("fsdp", "cp"), ("tp",))
     assert make_training_layout(layout).spec(("batch", "tokens"), (16, 16)) == PartitionSpec(
@@ -159,7 +159,7 @@ def test_the_default_mesh_has_one_device():
 
 
 def test_an_indivisible_dim_is_not_sharded():
-    layout = layout_of(fsdp=2, ep=3)
+    layout = make_mesh_layout(fsdp=2, ep=3)
     assert layout.spec(("batch", "mlp"), (12, 5)) == PartitionSpec(("fsdp", "ep"), ("tp",))
     assert layout.spec(("batch", None), (4, 5)) == PartitionSpec(("fsdp",), None)
     assert layout.spec(("batch", None), (3, 5)) == PartitionSpec(None, None)

@@ -1,6 +1,6 @@
-"""The real sampling programs: samples equal a full forward pass, and are bitwise independent of the batch.
+"""Sampling with the real programs: samples match a full forward pass, bit-equal in any batch.
 
-The scheduler's own logic is tested on fake programs in test_scheduler.py and test_prefill.py.
+The logic of the scheduler is tested on fake programs in test_scheduler.py and test_prefill.py.
 """
 
 from collections.abc import Hashable
@@ -34,13 +34,13 @@ from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt
 from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
-"""The length to which sequences are padded for the full forward pass."""
+"""Sequences are padded to this length for the full forward pass."""
 
 SEEDS = {RED: 1, BLUE: 2}
 
 
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
-    """Return a scheduler on the device, with two adapters."""
+    """Return a scheduler on the device with two adapters."""
     config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
     device = ModelRunner(tiny.params, tiny.config, config)
     scheduler = SampleScheduler(device, config, device.memory, ())
@@ -55,45 +55,48 @@ def scheduler(tiny: TinyModel) -> SampleScheduler:
 
 
 @partial(fast_jit, static_argnames="config")
-def all_logprobs(params, config, tokens, adapter):
+def compute_all_logprobs(params, config, tokens, adapter):
     hidden = models.forward(params, config, tokens[None], adapter)
     return jax.nn.log_softmax(models.logits(params, hidden, adapter)[0])
 
 
 @partial(fast_jit, static_argnames="config")
-def trained_logprobs(params, config, tokens, adapter):
+def compute_target_logprobs(params, config, tokens, adapter):
     hidden = models.forward(params, config, tokens[None, :-1], adapter)
     return models.target_logprobs(params, hidden, tokens[None, 1:], adapter)[0]
 
 
-def adapter_of(tiny: TinyModel, sampler: SamplerId | None):
-    """Return a sampler's adapter. The base model has one too, of zeros, so that one program serves all."""
+def get_adapter(tiny: TinyModel, sampler: SamplerId | None):
+    """Return the adapter of a sampler.
+
+    The base model gets an adapter of zeros, so that one program serves all.
+    """
     if sampler is None:
         return jax.tree.map(np.zeros_like, tiny.adapter(0))
     return tiny.adapter(SEEDS[sampler])
 
 
-def trainer(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
+def compute_trainer_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
     """Return the trainer's log-probability of every new token."""
     tokens = np.concatenate([request.prompt, new_tokens])
     padded = np.pad(tokens, (0, LENGTH + 1 - tokens.size))
-    found = trained_logprobs(tiny.params, tiny.config, padded, adapter_of(tiny, request.sampler))
+    found = compute_target_logprobs(tiny.params, tiny.config, padded, get_adapter(tiny, request.sampler))
     return np.asarray(found)[request.prompt.size - 1 : tokens.size - 1]
 
 
-def distributions(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
+def compute_distributions(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
     """Return the log-probabilities of all tokens at the position of every new token [T, V]."""
     tokens = np.concatenate([request.prompt, new_tokens])
     padded = np.pad(tokens, (0, LENGTH - tokens.size))
-    found = all_logprobs(tiny.params, tiny.config, padded, adapter_of(tiny, request.sampler))
+    found = compute_all_logprobs(tiny.params, tiny.config, padded, get_adapter(tiny, request.sampler))
     return np.asarray(found)[request.prompt.size - 1 : tokens.size - 1]
 
 
-def greedy(tiny: TinyModel, request: SampleRequest, num: int) -> list[int]:
+def decode_greedily(tiny: TinyModel, request: SampleRequest, num: int) -> list[int]:
     """Decode greedily with a full forward pass for each token."""
     new = np.zeros(0, np.int32)
     for _ in range(num):
-        best = int(np.argmax(distributions(tiny, request, np.append(new, 0).astype(np.int32))[-1]))
+        best = int(np.argmax(compute_distributions(tiny, request, np.append(new, 0).astype(np.int32))[-1]))
         new = np.append(new, best).astype(np.int32)
     return new.tolist()
 
@@ -107,9 +110,11 @@ def test_greedy_decoding_equals_full_forward_passes_with_several_adapters(tiny, 
     results = run(scheduler, *requests)
     for request in requests:
         sequence = results.sequence(request.request_id)
-        assert sequence.tokens.tolist() == greedy(tiny, request, request.params.max_tokens)
+        assert sequence.tokens.tolist() == decode_greedily(tiny, request, request.params.max_tokens)
         assert sequence.stop_reason == "length"
-        np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sequence.logprobs, compute_trainer_logprobs(tiny, request, sequence.tokens), atol=1e-5
+        )
 
 
 def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
@@ -118,7 +123,9 @@ def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
     for index in range(3):
         sequence = results.sequence("red", index)
         assert sequence.tokens.size == 128 - 40
-        np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sequence.logprobs, compute_trainer_logprobs(tiny, request, sequence.tokens), atol=1e-5
+        )
     assert len({tuple(tokens) for tokens in results.tokens.values()}) == 3
 
 
@@ -130,12 +137,14 @@ def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, sche
         make_request("blue", make_prompt(33), sampler=BLUE, samples=5, max_tokens=60, top_k=3),
     ]
     results = run(scheduler, *requests)
+
     for request in requests:
         for index in range(5):
             sequence = results.sequence(request.request_id, index)
-            expected = trainer(tiny, request, sequence.tokens)
+            expected = compute_trainer_logprobs(tiny, request, sequence.tokens)
             np.testing.assert_allclose(sequence.logprobs, expected, rtol=1e-5, atol=1e-5)
-            best = -np.sort(-distributions(tiny, request, sequence.tokens))[:, :3]
+
+            best = -np.sort(-compute_distributions(tiny, request, sequence.tokens))[:, :3]
             if request.sampler == BLUE:
                 assert (sequence.logprobs >= best[:, 2] * (1 + 1e-5) - 1e-5).all()
             else:
@@ -144,7 +153,7 @@ def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, sche
 
 
 def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
-    """12 samples need two pages each, but there are 14."""
+    """Twelve samples need two pages each, but the cache has only 14 pages."""
     request = make_request("many", make_prompt(5), sampler=RED, samples=12, max_tokens=70)
     config = TINY_CONFIG.model_copy(update={"prefix_cache_tokens": 0})
     device = ModelRunner(tiny.params, tiny.config, config)
@@ -174,7 +183,7 @@ def test_batch_invariance(scheduler, adapter):
 
 @pytest.mark.slow
 def test_a_request_in_parts_draws_the_same_bits(tiny):
-    """Parts of 1, 2, 9, 6, 1 and 1 samples, whose first tokens are drawn at different rows of the program."""
+    """Parts of 1, 2, 9, 6, 1 and 1 samples draw their first tokens at different program rows."""
     scheduler = start(tiny, prefill_chunk_tokens=256, max_sample_tokens=16 * 160)
     request = make_request("a", make_prompt(40), sampler=RED, samples=20, max_tokens=9)
     whole, parts = run(scheduler, request), Results()
@@ -193,6 +202,7 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
     device = ModelRunner(params, config, TINY_CONFIG)
     request = make_request("a", make_prompt(9), samples=64, temperature=0.9)
     samples = [RunningSample(request=request, index=index, adapter=BASE_SLOT, stops=frozenset()) for index in range(64)]
+
     for _ in range(10):
         hidden = jnp.asarray(generator.standard_normal((1, tiny.config.hidden_size)), jnp.float32)
         whole = device.draw_first(hidden, samples)
@@ -205,7 +215,10 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
 
 @pytest.mark.slow
 def test_the_programs_that_are_compared_are_those_of_slices(tiny):
-    """A first slice of one sample has those of the fewest and of the most rows, and compiles none of them twice."""
+    """The first slice of a sample runs the programs with the fewest and the most rows.
+
+    Each is compiled once.
+    """
     scheduler = start(tiny, decode_slice_tokens=7)  # no other test has programs of this shape
     before = programs.run_rows._cache_size()
     begin(scheduler, make_request("a", make_prompt(9), sampler=RED, max_tokens=20))
@@ -224,11 +237,13 @@ def test_prefix_cache_hits_change_no_bit(tiny, adapter):
     }
     warm, cold = start(tiny, prefix_cache_tokens=512), start(tiny, prefix_cache_tokens=0)
     hits = {}
+
     for name, prompt in prompts.items():
         request = make_request(name, prompt, sampler=adapter, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
         hits |= results.cache_hits
+
     assert hits == {"equal": 116, "alike": 96, "part": 64}
 
 
@@ -252,7 +267,7 @@ def test_prefill_between_slices_changes_no_bit(tiny):
 
 
 def test_a_longer_sample_in_the_batch_changes_no_bit(scheduler):
-    """It changes the KV read length."""
+    """The longer sample changes the KV read length."""
     request = make_request("mine", make_prompt(9), sampler=RED, samples=3)
     alone = run(scheduler, request)
     results = run(scheduler, make_request("long", make_prompt(130, seed=1), sampler=RED, max_tokens=20), request)
@@ -277,9 +292,7 @@ def test_nan_of_one_adapter_does_not_spread(tiny, scheduler):
     results = run(scheduler, make_request("nan", make_prompt(9), sampler=BLUE, samples=15), request).sequence("mine")
     assert results.tokens.tolist() == alone.tokens.tolist()
     np.testing.assert_allclose(results.logprobs, alone.logprobs, atol=1e-5)  # one tile has both adapters
-    after = run(
-        scheduler, make_request("mine", make_prompt(9), sampler=RED, samples=16)
-    )  # in every slot that held NaN too
+    after = run(scheduler, make_request("mine", make_prompt(9), sampler=RED, samples=16))  # also in slots that held NaN
     assert all(np.isfinite(after.sequence("mine", index).logprobs).all() for index in range(16))
 
 
@@ -293,34 +306,36 @@ def test_sample_topk_begins_with_the_greedy_token(scheduler):
     assert parts[-1].topk.token_ids.shape[1] == 2
 
 
-def shapes_of(tiny: TinyModel, num_pages: int) -> Cache:
+def get_cache_shapes(tiny: TinyModel, num_pages: int) -> Cache:
     return jax.eval_shape(lambda: models.make_empty_cache(tiny.params, tiny.config, num_pages, 4))
 
 
-def bytes_of(tree) -> int:
+def count_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def test_copying_pages_allocates_no_second_cache(tiny):
-    cache, number = shapes_of(tiny, 500), jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache, number = get_cache_shapes(tiny, 500), jax.ShapeDtypeStruct((1,), jnp.int32)
     pairs = jax.ShapeDtypeStruct((1, 64, 2), jnp.int32)
     taken = programs.copy.lower(cache, pairs, number, pairs, number).compile().memory_analysis()
-    assert taken.alias_size_in_bytes == bytes_of(cache)
-    assert taken.temp_size_in_bytes < 0.02 * bytes_of(cache)
+    assert taken.alias_size_in_bytes == count_bytes(cache)
+    assert taken.temp_size_in_bytes < 0.02 * count_bytes(cache)
 
 
 def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
-    """Each program is compiled for two sizes of the cache, and needs the same temporary memory for both."""
+    """Each program is compiled for two cache sizes and needs the same temporary memory for both."""
 
-    def temporary(num_pages: int) -> list[int]:
-        cache, number = shapes_of(tiny, num_pages), jax.ShapeDtypeStruct((), jnp.int32)
+    def measure_temporary_bytes(num_pages: int) -> list[int]:
+        cache, number = get_cache_shapes(tiny, num_pages), jax.ShapeDtypeStruct((), jnp.int32)
         tokens, row = jax.ShapeDtypeStruct((1, 32), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         one, two = (
             BlockTable(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
+
         batch = RowInputs(4).make_batch(SliceRows((None, None), (BASE_SLOT, BASE_SLOT)))
         chunk = programs.prefill.lower(tiny.params, tiny.config, None, row, tokens, row, row, cache, one)
+
         decoding = programs.decode_slice.lower(
             tiny.params,
             tiny.config,
@@ -335,43 +350,51 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
         )
         live = jax.eval_shape(partial(cache_state.open_decode_slice, max_tokens=4), cache, two, batch.position_S).live
         closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
-        found = [each.compile().memory_analysis() for each in (chunk, decoding, closing)]
-        assert all(each.alias_size_in_bytes == bytes_of(cache) for each in found)
-        return [each.temp_size_in_bytes for each in found]
 
-    assert temporary(1000) == temporary(100)
+        found = [lowered.compile().memory_analysis() for lowered in (chunk, decoding, closing)]
+        assert all(analysis.alias_size_in_bytes == count_bytes(cache) for analysis in found)
+        return [analysis.temp_size_in_bytes for analysis in found]
+
+    assert measure_temporary_bytes(1000) == measure_temporary_bytes(100)
 
 
 @pytest.mark.parametrize("runs_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_ahead):
-    """Rows of one adapter or of several are multiplied together, and few samples take few rows."""
+    """Rows of one or more adapters are multiplied together, and few samples use few rows."""
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
     device._is_single_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
     device._counts, run_rows = device._make_row_counts(), device._dispatch_rows
 
-    def recorded(rows, num_steps, longest):
+    def record_rows(rows, num_steps, longest):
         counts.add(len(rows.samples))
         return run_rows(rows, num_steps, longest)
 
-    monkeypatch.setattr(device, "_dispatch_rows", recorded)
+    monkeypatch.setattr(device, "_dispatch_rows", record_rows)
     red = [make_request(f"red{n}", make_prompt(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
     blue = make_request("blue", make_prompt(6), sampler=BLUE, temperature=0.0, max_tokens=12)
     for requests in (red, [blue, replace(red[0], request_id=RequestId("red"))]):
         results = run(scheduler, *requests)
         for request in requests:
             sequence = results.sequence(request.request_id)
-            assert sequence.tokens.tolist() == greedy(tiny, request, request.params.max_tokens)
-            np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+            assert sequence.tokens.tolist() == decode_greedily(tiny, request, request.params.max_tokens)
+            np.testing.assert_allclose(
+                sequence.logprobs, compute_trainer_logprobs(tiny, request, sequence.tokens), atol=1e-5
+            )
+
     assert counts == {16}
-    wanted = greedy(tiny, red[1], red[1].params.max_tokens)
+
+    wanted = decode_greedily(tiny, red[1], red[1].params.max_tokens)
     many = run(scheduler, replace(red[1], request_id=RequestId("many"), num_samples=17))
     assert counts == {16, 32}
     assert all(many.sequence(RequestId("many"), index).tokens.tolist() == wanted for index in range(17))
 
 
 def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
-    """Samples end by stop tokens and by their length while others run, and one is preempted and goes on."""
+    """Samples end by stop token or by length while other samples run.
+
+    One is preempted and resumes.
+    """
     prompt, requests = make_prompt(9), list[SampleRequest]()
     waits = start(tiny, sample_slots=8)
     free = run(waits, make_request("free", prompt, max_tokens=60)).tokens["free", 0]
@@ -387,6 +410,7 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
     device._is_single_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
     num_programs = programs.decode_slice._cache_size()
     found, wanted = run(ahead, *requests), run(waits, *requests)
+
     assert found.tokens == wanted.tokens
     assert any(len(tokens) < 37 for tokens in found.tokens.values())
     assert programs.decode_slice._cache_size() == num_programs + 1
@@ -401,14 +425,17 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
         make_request("base", make_prompt(40), max_tokens=2),
         make_request("scored", make_prompt(20), max_tokens=1),
     ]
+
     device.precompile(requests)
     rows = SliceRows.iter_shapes(device._counts.all[0], BASE_SLOT, merges=False)
-    slices = {("decode", len(each.samples), len(each.adapters), False, False): each for each in rows}
+    slices = {("decode", len(shape.samples), len(shape.adapters), False, False): shape for shape in rows}
     first = next(iter(slices))  # tiles that share an adapter
     expected = {("prefill", 32, 1, False), first}
     for key in expected:
         device._wait_for_program(*key)
     assert set(compiler.ready) == expected
+
+    # The programs are there now, so the same requests compile nothing.
     compiled = compilation.num_compiled
     device.precompile(requests)
     device.prefill([PromptChunk(BlockTableRow([]), np.zeros(30, np.int32), 0, BASE_SLOT)], 32)

@@ -10,7 +10,7 @@ from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import LoraPair
 
 RANK = 2
-"""The rank of the adapter; the arrays are padded to 4."""
+"""The rank of the adapter. Its arrays are padded to 4."""
 
 
 def tree(seed: int) -> dict[str, LoraPair]:
@@ -25,7 +25,7 @@ def leaves(tree) -> list[np.ndarray]:
 
 
 def reference_step(weights, first, second, gradient, step: int, p: OptimizerParams) -> None:
-    """torch.optim.AdamW after torch.nn.utils.clip_grad_norm_, in place."""
+    """Apply torch.nn.utils.clip_grad_norm_ and then torch.optim.AdamW to the arrays."""
     norm = np.sqrt(sum((g**2).sum() for g in gradient))
     clip = min(1.0, p.grad_clip_norm / (norm + 1e-6)) if p.grad_clip_norm else 1.0
     for w, m, v, g in zip(weights, first, second, gradient, strict=True):
@@ -87,7 +87,7 @@ def test_new_hyperparameters_need_no_compilation():
 
 
 def test_adam_chains_with_transformations_of_optax():
-    """Half of each change is what `optax.scale(0.5)` after it leaves."""
+    """Each change is half as large when `optax.scale(0.5)` comes after `adam`."""
     weights, gradient, factors = tree(0), tree(1), compute_coefficients(OptimizerParams(), 1)
     whole, _ = adam(factors).update(gradient, adam(factors).init(weights))
     chained = optax.chain(adam(factors), optax.scale(0.5))

@@ -1,4 +1,4 @@
-"""The bits of a request are those that it has alone, whatever else is sampled: with any row count and neighbours."""
+"""A request has the same bits alone and next to any other requests, at any row count."""
 
 import pytest
 
@@ -22,11 +22,14 @@ from tests.support.tiny import (
 )
 
 SLOTS = {"sample_slots": 32, "max_sample_tokens": 32 * 64}
-"""Row counts of 2, 8, 16 and 32. Pages for 64 positions of each, so that some are preempted."""
+"""Row counts are 2, 8, 16 and 32.
+
+There are pages for 64 positions per slot, so that some samples are preempted.
+"""
 
 
 def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
-    """Return a scheduler; not by layer, it decodes as devices other than one CPU do."""
+    """Return a scheduler. Without `by_layer`, it decodes as devices other than a single CPU do."""
     config = TINY_CONFIG.model_copy(update=SLOTS)
     device = ModelRunner(model.params, model.config, config)
     device._is_single_cpu = by_layer
@@ -37,7 +40,10 @@ def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
 
 
 def other_requests(size: int) -> list[SampleRequest]:
-    """Return requests of `size` samples: of three adapters, short and long ones, with filters and reported top-k."""
+    """Return `size` requests for the base model and two adapters.
+
+    They are short and long, with filters and reported top-k.
+    """
     kinds = (
         {"temperature": 0.0, "max_tokens": 3},
         {"sampler": RED, "top_k": 3, "max_tokens": 70},
@@ -55,6 +61,7 @@ def check(model: TinyModel) -> None:
     for request in mine:
         run(scheduler, request, into=alone)
     assert len(alone.bits) == 3
+
     for size in (1, 3, 17, 61):
         scheduler, results, others = start(model), Results(), other_requests(size)
         begin(scheduler, *others[::2])
@@ -64,13 +71,14 @@ def check(model: TinyModel) -> None:
         begin(scheduler, *others[1::2], mine[1])
         run(scheduler, into=results)
         assert {key: results.bits[key] for key in alone.bits} == alone.bits, f"with {size} other samples"
+
         again = run(scheduler, mine[1])  # a hit of the prefix cache
         assert again.bits["red", 0] == alone.bits["red", 0]
 
 
 @pytest.mark.slow
 def test_long_and_preempted_samples_change_no_bit_where_every_slot_is_a_row(tiny: TinyModel) -> None:
-    """All have one adapter: mixed tiles of rows are another program there."""
+    """All samples use one adapter, because mixed tiles of rows are another program there."""
     mine = make_request("mine", make_prompt(40), sampler=RED, samples=3, temperature=0.9, max_tokens=50)
     alone = run(start(tiny, by_layer=False), mine).bits
     scheduler, results = start(tiny, by_layer=False), Results()

@@ -1,4 +1,7 @@
-"""Plans of micro-batches: every example once, few shapes, little padding, a function of the request's own lengths."""
+"""Micro-batch plans: every example once, few shapes, little padding.
+
+A plan depends only on the lengths within a request.
+"""
 
 from dataclasses import replace
 
@@ -84,7 +87,8 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
         lengths = [examples[index].tokens.size for index in plan.members]
         assert plan.starts == tuple(np.cumsum([0, *lengths[:-1]]))
         allowed = {
-            each(sum(lengths), BUDGET) for each in (packing.choose_micro_batch_length, packing.choose_remainder_length)
+            choose(sum(lengths), BUDGET)
+            for choose in (packing.choose_micro_batch_length, packing.choose_remainder_length)
         }
         assert plan.length in allowed and plan.length >= sum(lengths)
         assert len(lengths) == 1 or plan.length <= BUDGET
@@ -92,7 +96,7 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_the_last_of_several_rows_has_one_of_four_lengths(size, budget):
-    """Which are among the lengths of other rows, so that a server which is warm has their programs."""
+    """Other rows have these lengths too, so a warm server already has their programs."""
     length = packing.choose_remainder_length(size, budget)
     assert length >= size
     if size <= budget:
@@ -104,7 +108,7 @@ def test_the_last_of_several_rows_has_one_of_four_lengths(size, budget):
 
 
 def test_requests_of_several_micro_batches_have_few_shapes():
-    """As those of a training run do, whose steps have other totals."""
+    """As in a training run, the steps have different totals."""
     draw, found = np.random.default_rng(0), set[int]()
     for _ in range(64):
         lengths = draw.integers(60, 150, draw.integers(20, 64)).tolist()

@@ -9,7 +9,7 @@ from skyrl_tx.backends.jax.train.passes import MAX_DISPATCHED, DispatchLimit
 
 
 class Output:
-    """An array that the device has computed once it has been waited for."""
+    """An array that the device has computed once a test has waited for it."""
 
     def __init__(self, error=None):
         self.is_done, self.error = False, error
@@ -29,8 +29,8 @@ def test_at_most_max_dispatched_micro_batches_are_queued_on_the_device():
     limit, outputs = DispatchLimit(), [Output() for _ in range(7)]
     for num_dispatched, output in enumerate(outputs, start=1):
         dispatch(limit, output)
-        assert np.sum([not each.is_done for each in outputs[:num_dispatched]]) <= MAX_DISPATCHED
-    assert [each.is_done for each in outputs] == [True] * 5 + [False] * 2
+        assert np.sum([not queued.is_done for queued in outputs[:num_dispatched]]) <= MAX_DISPATCHED
+    assert [output.is_done for output in outputs] == [True] * 5 + [False] * 2
 
 
 def test_waiting_for_another_pass_does_not_raise_its_error():

@@ -1,6 +1,7 @@
-"""Prefill in chunks and the prefix cache, on fake programs.
+"""Chunked prefill and the prefix cache, on fake programs.
 
-The fake's log-probabilities depend on the chunk in which each key was computed, so equal bits mean equal chunks.
+The fake's log-probabilities depend on the chunk in which each key was computed, so equal bits mean
+equal chunks.
 """
 
 from collections.abc import Callable
@@ -42,8 +43,8 @@ def start(programs: FakeModelRunner, memory: SampleMemory = MEMORY, config: JaxC
     return scheduler
 
 
-def computed_by(programs: FakeModelRunner, run_it: Callable[[], Results]) -> tuple[Results, int]:
-    """Return the results and the number of prompt tokens that were computed, padding included."""
+def run_and_count(programs: FakeModelRunner, run_it: Callable[[], Results]) -> tuple[Results, int]:
+    """Return the results and the number of computed prompt tokens, padding included."""
     before = programs.num_computed
     return run_it(), programs.num_computed - before
 
@@ -61,18 +62,22 @@ def test_prefix_cache_hits_save_prefill_and_change_no_bit(programs, adapter):
     }
     requests = [make_request(name, prompt, sampler=adapter, max_tokens=6) for name, prompt in prompts.items()]
     without, sizes = {}, {}
+
     for request in requests:
         fresh = start(programs, NO_PREFIXES)
-        without[request.request_id], sizes[request.request_id] = computed_by(
+        without[request.request_id], sizes[request.request_id] = run_and_count(
             programs, lambda fresh=fresh, request=request: run(fresh, request)
         )
+
     assert all(results.cache_hits == {} for results in without.values())
     assert sizes == {"first": 128, "equal": 128, "alike": 160, "longer": 128, "part": 96, "other": 96}
+
     warm, hits = start(programs), {}
     for request in requests:
-        results, sizes[request.request_id] = computed_by(programs, lambda request=request: run(warm, request))
+        results, sizes[request.request_id] = run_and_count(programs, lambda request=request: run(warm, request))
         assert results.bits == without[request.request_id].bits, request.request_id
         hits |= results.cache_hits
+
     assert hits == {"equal": 116, "alike": 96, "longer": 96, "part": 64}
     assert sizes == {"first": 128, "equal": 0, "alike": 64, "longer": 32, "part": 32, "other": 96}
 
@@ -98,8 +103,10 @@ def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, ada
         without |= run(start(programs, replace(memory, prefix_tokens=0), config), request).bits
     programs.extended.clear()
     results = run(start(programs, memory, config), *requests)
+
     assert results.cache_hits == {f"r{i}": 128 for i in range(1, 16)}
     assert programs.extended.count((0, 128)) == 1
+
     rest = [chunk for chunk in programs.extended if chunk != (0, 128)]
     assert len(rest) == 16 and all(start == 128 and padded in (32, 64) for start, padded in rest)
     assert {key: results.bits[key] for key in without} == without
@@ -108,7 +115,7 @@ def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, ada
 def test_prefixes_belong_to_one_sampler_until_it_is_dropped(programs, scheduler):
     prompt = make_prompt(70)
     red, blue, base = (
-        computed_by(
+        run_and_count(
             programs, lambda name=name, sampler=sampler: run(scheduler, make_request(name, prompt, sampler=sampler))
         )
         for name, sampler in (("red", RED), ("blue", BLUE), ("base", None))
@@ -138,13 +145,14 @@ def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(program
         make_request("running", make_prompt(9), max_tokens=40),
         make_request("long", make_prompt(240, seed=1), max_tokens=2),
     )
-    alone = {each.request_id: run(start(FakeModelRunner()), each).bits for each in (running, long)}
+    alone = {request.request_id: run(start(FakeModelRunner()), request).bits for request in (running, long)}
     results = Results()
     begin(scheduler, running)
     results.add(scheduler.step())
     before = programs.num_computed
     begin(scheduler, long)
     num_steps = 0
+
     while ("long", 0) not in results.ended:
         earlier = programs.num_computed
         deltas = scheduler.step()
@@ -152,10 +160,13 @@ def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(program
         assert programs.num_computed - earlier <= CONFIG.prefill_tokens
         assert any(delta.request_id == "running" and delta.tokens.size == 4 for delta in deltas)
         results.add(deltas)
+
     assert num_steps == 4 and programs.num_computed - before == 256
+
     while deltas := scheduler.step():
         results.add(deltas)
     bits = {key: pair for key, pair in results.bits.items() if pair != (b"", b"")}
+
     assert bits == alone["running"] | alone["long"]
 
 
@@ -163,18 +174,20 @@ def test_short_prompts_pass_a_long_one_that_progresses_in_every_step(scheduler):
     results = Results()
     long = make_request("long", make_prompt(250), max_tokens=2)
     begin(scheduler, long, *(make_request(f"s{i}", make_prompt(20, seed=i), max_tokens=2) for i in range(12)))
-    first_of: dict[str, int] = {}
+    first_step: dict[str, int] = {}
     step = 0
+
     while deltas := scheduler.step():
         results.add(deltas)
         for delta in deltas:
             if delta.tokens.size:
-                first_of.setdefault(delta.request_id, step)
+                first_step.setdefault(delta.request_id, step)
         step += 1
+
     assert results.ended == {("long", 0), *((f"s{i}", 0) for i in range(12))}
-    assert first_of["long"] == 6, "64 tokens, then half of 64 while others wait"
-    assert sum(first_of[f"s{i}"] < first_of["long"] for i in range(12)) >= 5
-    assert max(first_of.values()) <= 9
+    assert first_step["long"] == 6, "64 tokens, then half of 64 while others wait"
+    assert sum(first_step[f"s{i}"] < first_step["long"] for i in range(12)) >= 5
+    assert max(first_step.values()) <= 9
 
 
 def test_a_step_that_only_computes_prefill_reports_an_empty_delta(scheduler):
@@ -196,7 +209,10 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
 
 
 def test_a_device_that_fails_in_a_chunk_ends_several_hosts(programs, scheduler, monkeypatch):
-    """The others wait for it in that chunk, so it must not begin another program. Other errors are those of all."""
+    """The other hosts wait for this one in that chunk, so it must not begin another program.
+
+    Any other error occurs on all hosts.
+    """
     monkeypatch.setattr(devices, "is_distributed", lambda: True)
     programs.fail_extend = True
     assert run(scheduler, make_request("bad", make_prompt(200)), into=Results(may_fail=True)).errors.keys() == {"bad"}
@@ -211,7 +227,7 @@ def test_a_device_that_fails_in_a_chunk_ends_several_hosts(programs, scheduler, 
 
 
 def test_prompts_and_samples_share_the_pages(programs):
-    """There are pages for the longest prompt and seven more; each request needs more than half of them, or waits."""
+    """There are pages for the longest prompt and seven more, so requests wait for each other."""
     memory = SampleMemory(num_slots=8, tokens=256, prefix_tokens=64, max_length=256, page=32)
     scheduler = start(programs, memory, CONFIG.model_copy(update={"prefill_tokens": 32}))
     requests = [
@@ -227,6 +243,7 @@ def test_prompts_and_samples_share_the_pages(programs):
         )
     ]
     results = run(scheduler, *requests)
+
     for request in requests:
         for index in range(request.num_samples):
             assert len(results.tokens[request.request_id, index]) == request.params.max_tokens
@@ -234,7 +251,10 @@ def test_prompts_and_samples_share_the_pages(programs):
 
 
 def test_a_hit_copies_at_most_one_page(programs):
-    """Both prompts share six pages. Each sample has a copy of the partly filled last page of its prompt."""
+    """Both prompts share six pages.
+
+    Each sample copies the partly filled last page of its prompt.
+    """
     scheduler, prefix = start(programs), make_prompt(96)
     first = make_request("first", np.concatenate([prefix, make_prompt(20, seed=1)]), max_tokens=2)
     alike = make_request("alike", np.concatenate([prefix, make_prompt(30, seed=2)]), max_tokens=2)
@@ -247,12 +267,15 @@ def test_a_hit_copies_at_most_one_page(programs):
 
 
 def test_a_hit_may_be_evicted_while_it_is_used(programs):
-    """There are pages for one prompt and some more, and the second prompt begins with pages of the first."""
+    """There are pages for little more than one prompt.
+
+    The second prompt begins with pages of the first.
+    """
     memory = SampleMemory(num_slots=2, tokens=256, prefix_tokens=256, max_length=256, page=32)
     scheduler, prefix = start(programs, replace(memory, prefix_tokens=224)), make_prompt(192)
     first = make_request("first", np.concatenate([prefix, make_prompt(20, seed=1)]))
     alike = make_request("alike", np.concatenate([prefix, make_prompt(30, seed=2)]), samples=2)
-    assert computed_by(programs, lambda: run(scheduler, first))[1] == 224
+    assert run_and_count(programs, lambda: run(scheduler, first))[1] == 224
     other = make_request("other", make_prompt(200, seed=3), max_tokens=40)
     begin(scheduler, other)
     results = run(scheduler, alike)
@@ -273,7 +296,10 @@ def test_short_prompts_are_computed_together_and_each_is_as_alone():
 
 
 def test_a_prompt_waits_for_another_whose_beginning_it_shares():
-    """The first of four that share 32 tokens is computed with another prompt, and then the others together."""
+    """The first of four prompts that share 32 tokens is computed with another prompt.
+
+    The other three follow together.
+    """
     programs, prefix = FakeModelRunner(prompts_of_shard=4), make_prompt(32)
     sharing = [np.concatenate([prefix, make_prompt(n, seed=n)]) for n in (5, 6, 7, 8)]
     scheduler = start(programs, config=CONFIG.model_copy(update={"prefill_tokens": 256}))
@@ -283,7 +309,7 @@ def test_a_prompt_waits_for_another_whose_beginning_it_shares():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_prompts_together_take_no_more_than_there_is(seed):
-    """With few pages, prompts and samples of all lengths are computed as they are one after another."""
+    """With few pages, prompts give the same samples together as one after another."""
     draw = np.random.default_rng(seed)
     memory = replace(MEMORY, tokens=400, prefix_tokens=int(draw.choice([0, 64])), max_length=200)
     requests = [
@@ -297,5 +323,6 @@ def test_prompts_together_take_no_more_than_there_is(seed):
     ]
     programs = FakeModelRunner(prompts_of_shard=4)
     config = CONFIG.model_copy(update={"prefill_tokens": 256})
-    found, alone = (run(start(each, memory, config), *requests) for each in (programs, FakeModelRunner()))
+    found, alone = (run(start(runner, memory, config), *requests) for runner in (programs, FakeModelRunner()))
+
     assert found.tokens == alone.tokens and max(programs.together) > 1

@@ -13,7 +13,7 @@ PAGE = 8
 
 
 class Cache(PrefixCache):
-    """A prefix cache with pages and states enough for all prompts of a test, which no sample reads."""
+    """A prefix cache with pages and states for all prompts of a test. No sample reads it."""
 
     def __init__(self, max_tokens: int, *, state_tokens: int = 0) -> None:
         self.pages, self.states = FreeList(100), FreeList(100)
@@ -22,7 +22,7 @@ class Cache(PrefixCache):
         self._has_state = state_tokens > 0
 
     def prompt(self, *tokens: int, pages: int = 1, states: dict[int, int] | None = None) -> ComputedPrompt:
-        """Return a prompt with pages, a state and kept states that only the cache will hold."""
+        """Return a prompt whose pages, state and kept states only the cache will reference."""
         table = BlockTableRow(self.pages.allocate(pages), self.state() if self._has_state else 0)
         return ComputedPrompt(np.array(tokens, np.int32), table, None, states or {})
 
@@ -165,17 +165,22 @@ def test_states_count_at_their_size_and_leave_with_their_prompts():
     state = cache.state()
     cache.put(RED, cache.prompt(1, 1, 1, 1, 2, states={4: state}))
     assert cache.num_tokens == 28, "a page with its own state, and one more"
+
     cache.states.add_references([state])
     cache.put(RED, cache.prompt(1, 1, 1, 1, 3, states={4: state}))
     assert cache.num_tokens == 46, "the state is the same for both"
+
     cache.put(RED, cache.prompt(2, 1, 1, 1, 3, states={4: cache.state()}))
     assert cache.num_tokens == 56 and cache.states.num_used == 4
     assert cache.find(RED, ask(2, 1, 1, 1, 2)) is not None and cache.find(RED, ask(1, 1, 1, 1, 2)) is not None
+
     cache.put(BLUE, cache.prompt(1, 1, 1, 1, 2, states={4: cache.state()}))
     assert cache.num_tokens == 56 and cache.find(RED, ask(2, 1, 1, 1, 2)) is None
+
     cache.put(RED, cache.prompt(3, 1, 1, 1, 3, pages=7))
     assert cache.num_tokens == 56 and cache.find(RED, ask(3, 1, 1, 1, 3)) is None, "too large with its state"
     assert cache.find_evictable_states() and cache.states.num_used == 4
+
     cache.evict_until_free(0, 96)
     assert cache.states.num_used == 2 and cache.num_tokens == 28
 

@@ -1,4 +1,4 @@
-"""Scores of prompt positions equal those of a full forward pass."""
+"""Scores of prompt positions equal the scores of a full forward pass."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ forward = fast_jit(models.forward, static_argnames="config")
 
 @pytest.fixture
 def score(tiny, monkeypatch):
-    """Score a prompt in chunks of 32 of its 64 positions, and those in windows of 16."""
+    """Return a function that scores a prompt in chunks of 32 positions and windows of 16."""
     monkeypatch.setattr(prompt_scores, "WINDOW", 16)
 
     def run(prompt, temperature=1.0, seed=0, **options):
@@ -32,11 +32,13 @@ def score(tiny, monkeypatch):
             params=SamplingParams(seed=seed, max_tokens=1, temperature=temperature),
             options=PromptOptions(**options),
         )
+
         padded = np.pad(prompt, (0, BUCKET - prompt.size))
         hidden = forward(tiny.params, tiny.config, padded[None])[0]
         scores = PromptScores(tiny.params, request, max_topk=4, max_alt=32)
         for start in range(0, prompt.size, CHUNK):
             scores.add(None, 0, hidden[start : start + CHUNK], start)
+
         result = scores.make_result()
         logits = np.asarray(models.logits(tiny.params, hidden))[: prompt.size - 1]
         return result, partial(log_softmax, logits)

@@ -1,4 +1,7 @@
-"""Prompts that one device computes at the same time, as accelerators do in bfloat16, here in float32 on CPU."""
+"""Prompts that one device computes at the same time.
+
+Accelerators do this in bfloat16. Here it runs in float32 on CPU.
+"""
 
 import numpy as np
 import pytest
@@ -24,13 +27,14 @@ CONFIG = JaxConfig(
 LENGTHS = (70, 3, 64, 199, 30, 128)
 
 
-def sampled(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Return tokens and their log-probabilities of samples of six prompts, and of one prompt itself."""
+def draw_samples(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]:
+    """Return tokens and log-probabilities of samples for six prompts, and of one prompt."""
     backend, draw = JaxBackend(str(tiny_directory(architecture)), CONFIG), np.random.default_rng(0)
     backend.start()
     model, sampler = ModelId("m"), SamplerId("s")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=4, seed=3)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+
     requests = [
         SampleRequest(
             request_id=RequestId(str(n)),
@@ -42,6 +46,7 @@ def sampled(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]
         )
         for n, length in enumerate(LENGTHS)
     ]
+
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for delta in backend.sample(PreparedSampleBatch(requests=tuple(requests))):
         found.setdefault((delta.request_id, delta.index), []).extend(zip(delta.tokens, delta.logprobs, strict=True))
@@ -51,23 +56,23 @@ def sampled(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]
 
 
 @pytest.mark.parametrize(
-    "architecture", [DENSE, *(pytest.param(each, marks=pytest.mark.slow) for each in (HYBRID, LATENTS))]
+    "architecture", [DENSE, *(pytest.param(family, marks=pytest.mark.slow) for family in (HYBRID, LATENTS))]
 )
 def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
-    wanted, rows = sampled(architecture), list[int]()
+    wanted, rows = draw_samples(architecture), list[int]()
     begin, extend = model_runner.ModelRunner.__init__, programs.prefill
 
     def begin_with_four(self, *arguments):
         begin(self, *arguments)
         self.prompts_of_shard = 4
 
-    def watched(params, config, pool, adapter_B, *others):
+    def record_batch_size(params, config, pool, adapter_B, *others):
         rows.append(len(adapter_B))
         return extend(params, config, pool, adapter_B, *others)
 
     monkeypatch.setattr(model_runner.ModelRunner, "__init__", begin_with_four)
-    monkeypatch.setattr(programs, "prefill", watched)
-    found = sampled(architecture)
+    monkeypatch.setattr(programs, "prefill", record_batch_size)
+    found = draw_samples(architecture)
     assert set(rows) == {1, 4}
     assert found.keys() == wanted.keys() and ("3", -1) in found
     for key, own in wanted.items():

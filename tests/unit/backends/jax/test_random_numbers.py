@@ -1,4 +1,4 @@
-"""Random numbers by key are those of JAX, for any key and number."""
+"""The random numbers for a key equal JAX's, for any key and number."""
 
 import jax
 import numpy as np

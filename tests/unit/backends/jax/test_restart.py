@@ -12,7 +12,7 @@ from tests.support.fast_jit import FAST_COMPILE_FLAGS
 from tests.support.tiny import tiny_directory
 
 
-def programs_of_a_process(model: Path, cache: Path) -> tuple[int, int]:
+def count_programs(model: Path, cache: Path) -> tuple[int, int]:
     """Return how many programs a process needed, and how many of them it found in the cache."""
     script = Path(__file__).parent / "restart_script.py"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
@@ -27,6 +27,6 @@ def programs_of_a_process(model: Path, cache: Path) -> tuple[int, int]:
 @pytest.mark.slow
 def test_a_restarted_backend_compiles_nothing(tmp_path):
     cache = tmp_path / "cache"
-    programs, _ = programs_of_a_process(tiny_directory(), cache)
+    programs, _ = count_programs(tiny_directory(), cache)
     assert programs > 20
-    assert programs_of_a_process(tiny_directory(), cache) == (programs, programs)
+    assert count_programs(tiny_directory(), cache) == (programs, programs)

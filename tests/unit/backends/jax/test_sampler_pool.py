@@ -38,7 +38,10 @@ def test_rank_and_slots_grow_with_the_loaded_adapters(tiny):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, np.float32(3.4e38)])
 def test_an_adapter_that_is_not_finite_has_a_scale_of_nan_alone(tiny, number):
-    """A product that multiplies its weights by zero is zero then; 3.4e38 is no finite number of bfloat16."""
+    """Its weights stay finite, so that products with zero are zero.
+
+    3.4e38 is not finite in bfloat16.
+    """
     pool, broken = SamplerPool(tiny.config, max_samplers=5, num_slots=4), full(tiny.config, 4, 1.0)
     broken.weights["o_proj"].b[0, 0, 0] = number
     pool.load(SamplerId("a"), full(tiny.config, 4, 2.0))
@@ -63,17 +66,17 @@ def test_adapters_are_gathered_again_when_slots_or_adapters_change(tiny):
     for number in (1, 2):
         pool.load(SamplerId(f"s{number}"), full(tiny.config, 4, float(number)))
 
-    def seen(*samplers: str | None) -> list[float]:
-        slots = [pool.get_slot(None if each is None else SamplerId(each)) for each in samplers]
+    def gather_values(*samplers: str | None) -> list[float]:
+        slots = [pool.get_slot(None if name is None else SamplerId(name)) for name in samplers]
         gathered = pool.gather(slots)
         assert pool.gather(slots).rows is gathered.rows
         rows = jax.tree.map(np.asarray, gathered.rows)
-        for each in rows["q_proj"]:
-            np.testing.assert_array_equal(each.pair.a[:, 0, 0], rows["unembed"][0].pair.a[:, 0, 0])
+        for group in rows["q_proj"]:
+            np.testing.assert_array_equal(group.pair.a[:, 0, 0], rows["unembed"][0].pair.a[:, 0, 0])
         return rows["q_proj"][0].pair.a[:, 0, 0].tolist()
 
-    assert seen("s2", None, "s1") == [2.0, 0.0, 1.0]
-    assert seen("s1", "s1", "s1") == [1.0, 1.0, 1.0]
+    assert gather_values("s2", None, "s1") == [2.0, 0.0, 1.0]
+    assert gather_values("s1", "s1", "s1") == [1.0, 1.0, 1.0]
     pool.drop(SamplerId("s1"))
     pool.load(SamplerId("s3"), full(tiny.config, 4, 3.0))  # into the same slot
-    assert seen("s3", "s3", "s3") == [3.0, 3.0, 3.0]
+    assert gather_values("s3", "s3", "s3") == [3.0, 3.0, 3.0]

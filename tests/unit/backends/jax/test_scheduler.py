@@ -1,6 +1,7 @@
-"""The scheduler's host logic on fake programs: every sample depends on its own request alone.
+"""The host logic of the scheduler on fake programs: every sample depends on its own request alone.
 
-The fake draws a token from all tokens before it, so wrong pages, positions or adapters give other tokens.
+The fake draws each token from all tokens before it, so wrong pages, positions or adapters give
+other tokens.
 """
 
 from collections import defaultdict
@@ -73,7 +74,7 @@ def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits
     programs = scheduler._programs
 
     def step() -> tuple[dict[str, int], int]:
-        """Return the new tokens of each request, and the number of slices that were dispatched."""
+        """Return the new tokens of each request, and the number of dispatched slices."""
         new, before = dict[str, int](), len(programs.decoded)
         for delta in scheduler.step():
             new[delta.request_id] = new.get(delta.request_id, 0) + delta.tokens.size
@@ -91,11 +92,15 @@ def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits
 
 
 def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
-    """A cancelled sample and one with a stop token are in a slice that is not read. Others take their pages."""
+    """A cancelled sample and one with a stop token are in a slice that is not read.
+
+    Other samples take their pages.
+    """
     scheduler = start(runs_ahead=True)
     free = run(scheduler, make_request("free", make_prompt(9), max_tokens=40)).tokens["free", 0]
     stop = next(token for token in free[5:] if token not in free[:5])
     stopped = make_request("stopped", make_prompt(9), max_tokens=40, stop_token_ids=(stop,))
+
     begin(
         scheduler,
         stopped,
@@ -105,11 +110,14 @@ def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
     results = Results()
     for _ in range(3):
         results.add(scheduler.step())
+
     scheduler.cancel([RequestId("cancelled")])
     later = make_request("later", make_prompt(50, seed=3), samples=14, max_tokens=30)
     run(scheduler, later, into=results)
+
     assert results.tokens["stopped", 0] == free[: free.index(stop) + 1]
     assert scheduler.meters().decode_slots_used == 0
+
     alone = run(start(), later, make_request("goes on", make_prompt(30)))
     assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
@@ -172,9 +180,11 @@ def test_a_cancelled_request_ends_in_any_state_and_others_are_unchanged(schedule
     results.add(scheduler.step())
     scheduler.cancel([request.request_id for request in gone])
     before = set(results.parts)
+
     while deltas := scheduler.step():
         assert {delta.request_id for delta in deltas} == {"keep"}
         results.add(deltas)
+
     assert ("running", 8) in before and ("half in slots", 8) in before and ("queued", 0) not in before
     assert {key: bits for key, bits in results.bits.items() if key[0] == "keep"} == alone.bits
     scheduler.drop(RED)  # its requests are gone
@@ -229,8 +239,8 @@ def test_sample_topk_has_a_row_for_every_token(scheduler):
     results = run(scheduler, make_request("topk", make_prompt(9), options=PromptOptions(sample_topk=2)))
     topk = [part.topk for part in results.parts["topk", 0] if part.tokens.size]
     token_ids, logprobs = (
-        np.concatenate([each.token_ids for each in topk]),
-        np.concatenate([each.logprobs for each in topk]),
+        np.concatenate([entry.token_ids for entry in topk]),
+        np.concatenate([entry.logprobs for entry in topk]),
     )
     sequence = results.sequence("topk")
     assert token_ids.shape == logprobs.shape == (12, 2)
@@ -295,7 +305,10 @@ def test_short_samples_do_not_wait_for_samples_that_may_become_long(watch):
 
 
 def test_the_samples_of_a_request_have_its_prompt_once(watch):
-    """A prompt of 67 tokens has nine pages, of which the last is copied for each sample: 16 in all, of 48."""
+    """A prompt of 67 tokens has nine pages.
+
+    Only the last is copied for each sample, so 16 of 48 pages are used.
+    """
     watch.begin(short("many", 3, size=67, samples=8))
     while len(watch.results.parts) < 8:
         watch.step()
@@ -307,7 +320,7 @@ def test_the_samples_of_a_request_have_its_prompt_once(watch):
 
 
 def test_preempted_samples_draw_the_tokens_they_would_draw_undisturbed(watch):
-    request = short("many", 90, samples=8)  # twelve pages each, in the end
+    request = short("many", 90, samples=8)  # each sample grows to twelve pages
     watch.run(request)
     assert len(set(watch.ended_at.values())) >= 3, "some waited"
     ample = Watch(replace(FEW, tokens=8 * LONGEST)).run(request)
@@ -329,7 +342,7 @@ def test_the_sample_with_the_fewest_tokens_is_preempted(watch):
 
 
 def test_cached_prefixes_give_way_before_a_sample_is_preempted(watch):
-    """Two samples of the longest, with all that is cached, would need more than 48 pages."""
+    """Two samples of maximum length and all cached prefixes would need more than 48 pages."""
     for number in range(3):
         watch.run(short(f"prompt {number}", 2, size=40 + number))
     assert watch.scheduler.meters().prefix_cache_tokens == 48, "of three prompts of 48 positions one may be cached"
@@ -342,7 +355,7 @@ def test_cached_prefixes_give_way_before_a_sample_is_preempted(watch):
 
 
 def test_a_sample_begins_when_there_are_pages_for_some_slices_of_those_that_run(watch):
-    """40 of 48 pages are of samples that need a page each within four slices."""
+    """Running samples hold 40 of 48 pages, and each needs one more page within four slices."""
     watch.begin(*(short(f"{number}", 123) for number in range(3)))
     for _ in range(26):
         watch.step()
@@ -382,7 +395,10 @@ def test_preempted_samples_can_be_ended_and_cancelled(watch):
 
 
 def test_a_partly_computed_prompt_waits_again_when_samples_need_its_pages(monkeypatch):
-    """Its later part, which arrived in between, joins it. There are 20 pages, of which it needs twelve."""
+    """A later part of the request arrives in between and joins it.
+
+    The prompt needs twelve of the 20 pages.
+    """
     monkeypatch.setattr(shard_module, "SPARE_SLICES", 0)
     watch = Watch(replace(FEW, num_slots=4, tokens=LONGEST, prefix_tokens=0), prefill_tokens=32)
     watch.begin(short("grow", 60, samples=3))
@@ -395,12 +411,13 @@ def test_a_partly_computed_prompt_waits_again_when_samples_need_its_pages(monkey
     watch.run()
     starts = [start for start, _ in watch.programs.extended]
     assert starts.count(0) > 2 and starts.count(64) == 1, "its first chunk was computed again, for all parts"
+
     expected = Watch(replace(FEW, tokens=16 * LONGEST)).run(replace(long, num_samples=3)).results
     assert {key: bits for key, bits in watch.results.bits.items() if key[0] == "long"} == expected.bits
 
 
 def test_a_scored_prompt_waits_again_when_a_sample_cannot_begin():
-    """There are 26 pages. Each prompt takes 13, so that none is left for the sample."""
+    """There are 26 pages. Each prompt takes 13, so none is left for the sample."""
     watch = Watch(replace(FEW, num_slots=2, tokens=LONGEST), prefill_tokens=32)
     watch.begin(short("sample", 3, size=100))
     watch.step()
@@ -412,11 +429,12 @@ def test_a_scored_prompt_waits_again_when_a_sample_cannot_begin():
 
 @pytest.mark.parametrize(("seed", "shards"), [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 3)])
 def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
-    """Random requests arrive, end early and are cancelled, in a cache in which not all fit."""
+    """Random requests arrive, end early and are cancelled. The cache cannot hold all of them."""
     draw, watch = np.random.default_rng(seed), Watch(replace(FEW, num_slots=5, tokens=LONGEST, shards=shards))
     prompts = [make_prompt(120, seed=seed) for seed in range(3)]
     requests: list[SampleRequest] = []
     gone: set[str] = set()
+
     for number in range(40):
         size = int(draw.integers(1, 120))
         request = make_request(
@@ -428,17 +446,20 @@ def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
         )
         requests.append(request)
         watch.begin(request)
+
         for _ in range(draw.integers(4)):
             watch.step()
         if draw.random() < 0.2:
             gone.add(requests[draw.integers(len(requests))].request_id)
             watch.scheduler.cancel([RequestId(name) for name in gone])
+
     watch.run()
     for request in requests:
         if request.request_id not in gone:
             alone = Watch(replace(FEW, num_slots=5, tokens=16 * LONGEST, prefix_tokens=0)).run(request).results
             assert {key: watch.results.bits[key] for key in alone.bits} == alone.bits
     watch.scheduler.drop(None)
+
     assert watch.scheduler.meters().prefix_cache_tokens == 0
 
 

@@ -57,6 +57,6 @@ def test_chunk_ends_double_so_that_more_than_half_of_a_common_prefix_is_shared(s
 @pytest.mark.parametrize("size", [32, 256, 512])
 def test_warm_up_prompts_have_chunks_of_every_size(max_length, size):
     shapes = PrefillShapes.from_config(JaxConfig(prefill_chunk_tokens=size), max_length)
-    seen = {each for length in shapes.iter_prompt_lengths(max_length) for each in sizes(shapes, length - 1)}
-    assert seen >= {each for length in range(1, max_length) for each in sizes(shapes, length)}
+    seen = {padded for length in shapes.iter_prompt_lengths(max_length) for padded in sizes(shapes, length - 1)}
+    assert seen >= {padded for length in range(1, max_length) for padded in sizes(shapes, length)}
     assert set(shapes.iter_padded_sizes()) >= seen

@@ -1,4 +1,4 @@
-"""The scheduler on a mesh that shards rows: where prompts and samples go."""
+"""The scheduler on a mesh that shards rows: placement of prompts and samples."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from tests.support.sample_requests import make_prompt, make_request
 from tests.support.watched_samples import FEW, LONGEST, Watch, short
 
 
-def shards_of(watch: Watch) -> list[int]:
+def count_running(watch: Watch) -> list[int]:
     """Return how many samples run on each shard."""
     return [len(shard.running) for shard in watch.scheduler._shards]
 
@@ -16,7 +16,7 @@ def test_prompts_are_spread_over_shards_and_their_samples_stay_together():
     watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, shards=4), prefill_tokens=1024)
     watch.begin(*(short(f"{number}", 30, size=5 + number, samples=2) for number in range(6)))
     watch.step()
-    assert sorted(shards_of(watch)) == [2, 2, 4, 4]
+    assert sorted(count_running(watch)) == [2, 2, 4, 4]
     watch.run()
     assert len(watch.ended_at) == 12
 
@@ -28,7 +28,7 @@ def test_more_samples_than_a_shard_has_rows_go_to_several():
     )
     watch.begin(request)
     watch.step()
-    assert shards_of(watch) == [4, 4]
+    assert count_running(watch) == [4, 4]
     watch.run()
     whole = Watch().run(request).results
     assert watch.results.bits == whole.bits and len(whole.bits) == 8
@@ -43,11 +43,11 @@ def test_a_prompt_goes_to_the_shard_that_has_its_beginning_unless_that_is_much_f
     assert hits == [70, 70, 70] and len(watch.programs.extended) == 3, "chunks of one prompt"
     watch.begin(short("many", 50, size=70, samples=20))
     watch.step()
-    assert shards_of(watch) == [20, 0]
+    assert count_running(watch) == [20, 0]
     watch.begin(short("late", 50, size=70))
     watch.step()
     watch.step()
-    assert shards_of(watch) == [20, 1]
+    assert count_running(watch) == [20, 1]
 
 
 def test_a_shard_without_pages_preempts_its_own_samples():
@@ -61,7 +61,7 @@ def test_a_shard_without_pages_preempts_its_own_samples():
 
 
 def test_shards_compute_short_prompts_at_the_same_time():
-    """Chunks of one padded size are one call, and a long prompt is computed alone."""
+    """Chunks of one padded size are one call. A long prompt is computed alone."""
     sizes = {"prefill_tokens": 128, "prefill_chunk_tokens": 64}
     watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, prefix_tokens=0, shards=4), **sizes)
     requests = [short(f"{size}", 5, size=size) for size in (40, 33, 20, 60, 31, 90)]
@@ -72,7 +72,7 @@ def test_shards_compute_short_prompts_at_the_same_time():
     assert watch.programs.together == [3, 1, 1, 1, 1], "90 tokens"
     watch.run()
     alone = [Watch(replace(FEW, tokens=16 * LONGEST), **sizes).run(request).results.bits for request in requests]
-    assert watch.results.bits == {key: bits for each in alone for key, bits in each.items()}
+    assert watch.results.bits == {key: bits for result_bits in alone for key, bits in result_bits.items()}
 
 
 def test_a_failure_among_prompts_that_are_computed_together_ends_its_request_alone(monkeypatch):

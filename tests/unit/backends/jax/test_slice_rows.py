@@ -1,4 +1,4 @@
-"""A slice has the fewest rows that hold its samples, and only row counts at which rows keep their bits."""
+"""A slice has the fewest rows that hold its samples, at row counts that keep the bits of rows."""
 
 from collections.abc import Sequence
 
@@ -88,10 +88,10 @@ def test_merged_rows_have_the_adapters_in_use():
 def test_every_shape_of_rows_is_known_before(merges):
     settings = {"merges": merges, "max_adapters": 9}
     known = {shape(rows) for adapter in (0, 1) for rows in SliceRows.iter_shapes(16, adapter, **settings)}
-    found = {shape(SliceRows.arrange(samples(*of_all), 16, **settings)) for of_all in ([0] * 4, [1] * 4)}
+    found = {shape(SliceRows.arrange(samples(*adapters), 16, **settings)) for adapters in ([0] * 4, [1] * 4)}
     for number in range(1, 10):
-        for each in (samples(*range(number)), samples(*range(number), *[0] * 7)):
-            found.add(shape(SliceRows.arrange(each, 16, **settings)))
+        for mixed in (samples(*range(number)), samples(*range(number), *[0] * 7)):
+            found.add(shape(SliceRows.arrange(mixed, 16, **settings)))
     assert found == known
 
 
@@ -106,7 +106,10 @@ def test_rows_have_adapters_of_their_own_otherwise():
 
 
 def lengths(most: int, *sizes: int) -> list[list[int]]:
-    """Return the positions of the samples of each group, with 2, 8 or 16 rows and read lengths that are powers of 2."""
+    """Return the positions of the samples of each group.
+
+    Groups have 2, 8 or 16 rows, and read lengths are powers of 2.
+    """
     running = samples(*[0] * len(sizes), sizes=sizes)
     groups = group_by_length(running, [2, 8, 16], next_power_of_two, most)
     return [[sample.position for sample in group] for group in groups]
@@ -129,7 +132,8 @@ def test_the_rows_of_each_shard_have_its_samples():
     for sample, shard in zip(mixed, (0, 0, 1, 1, 1, 0), strict=True):
         sample.table.shard = shard
     in_tiles = SliceRows.arrange(mixed, 16, merges=False, num_shards=2)
-    assert [each and each.index for each in in_tiles.samples] == [
+
+    assert [sample and sample.index for sample in in_tiles.samples] == [
         1,
         5,
         None,
@@ -144,11 +148,14 @@ def test_the_rows_of_each_shard_have_its_samples():
         *[None] * 3,
     ]
     assert in_tiles.adapters == (1, 2, 1, 2)
+
     in_rows = SliceRows.arrange(mixed, 6, merges=False, num_shards=2)
-    assert [each and each.index for each in in_rows.samples] == [1, 5, 0, 2, 4, 3]
+    assert [sample and sample.index for sample in in_rows.samples] == [1, 5, 0, 2, 4, 3]
     assert in_rows.adapters == (1, 1, 2, 1, 1, 2)
+
     merged = SliceRows.arrange(mixed, 8, merges=True, num_shards=2)
-    assert [each and each.index for each in merged.samples] == [1, 5, 0, None, 2, 4, 3, None]
+    assert [sample and sample.index for sample in merged.samples] == [1, 5, 0, None, 2, 4, 3, None]
     assert merged.adapters == (1, 2, 0, 0) and merged.groups == (0, 0, 1, 0, 0, 0, 1, 0)
+
     same = SliceRows.arrange(samples(3, 3), 8, merges=True, num_shards=2)
-    assert same.adapters == (3,) and [each and each.index for each in same.samples] == [0, 1, *[None] * 6]
+    assert same.adapters == (3,) and [sample and sample.index for sample in same.samples] == [0, 1, *[None] * 6]

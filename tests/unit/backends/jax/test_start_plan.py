@@ -1,4 +1,4 @@
-"""The plan of the backend's start from shapes alone, against figures computed by hand."""
+"""Start plans from shapes alone, compared with figures computed by hand."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 BFLOAT16 = jnp.dtype("bfloat16")
 
 
-def model_of(content: dict[str, object]) -> models.ModelConfig:
+def make_model(content: dict[str, object]) -> models.ModelConfig:
     return models.find_family(content).config_from_hf(content)
 
 
 def test_a_large_model_on_one_accelerator() -> None:
-    model, config = model_of(QWEN3_8B), JaxConfig(max_lora_rank=32)
+    model, config = make_model(QWEN3_8B), JaxConfig(max_lora_rank=32)
     layout = make_abstract_layout(MeshConfig())
     small, large = (
         plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=limit * GIB) for limit in (60, 100)
@@ -34,9 +34,9 @@ def test_a_large_model_on_one_accelerator() -> None:
     for plan in (small, large):
         assert plan.kv_bytes == plan.samples.num_pages * 64 * 36 * 2 * 8 * 128 * 2  # layers, k, v, heads, dims, bytes
         # Each layer: q 4096+4096, k and v 4096+1024, o 4096+4096, gate and up 4096+12288, down 12288+4096.
-        of_rank_1 = 36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936
-        assert plan.model_bytes == 4 * 4 * 32 * of_rank_1  # weights, gradient, two moments; bytes
-        assert plan.pool_bytes == plan.num_adapter_slots * 4 * 8 * of_rank_1
+        params_per_rank = 36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936
+        assert plan.model_bytes == 4 * 4 * 32 * params_per_rank  # weights, gradient, two moments; bytes
+        assert plan.pool_bytes == plan.num_adapter_slots * 4 * 8 * params_per_rank
         assert plan.samples.max_length == 40960 and plan.max_models > 1
     assert large.samples.tokens > small.samples.tokens
     assert small.passes.remat and not large.passes.remat, "enough tokens without rematerialization"
@@ -44,7 +44,7 @@ def test_a_large_model_on_one_accelerator() -> None:
 
 
 def test_experts_on_a_mesh() -> None:
-    model, config = model_of(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
+    model, config = make_model(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
     layout = make_abstract_layout(MeshConfig(tp=2, ep=4))
     plan = plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
     assert plan.num_parameters == 30_532_122_624, "as the model's card says: 30.5B"
@@ -53,11 +53,12 @@ def test_experts_on_a_mesh() -> None:
     routers, norms = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
     assert experts + maps + routers + norms == plan.num_parameters
     assert plan.weight_bytes == 2 * (experts // 8 + maps // 2 + routers // 4 + norms)
-    # Experts share the factor of the dim 2048, which is whole, as fsdp is 1; that of the dim 768 is cut by tp.
-    of_experts = 48 * (3 * 2048 + 128 // 4 * 3 * 768 // 2)
-    of_attention = 48 * (2 * (2048 + 4096 // 2) + 2 * (2048 + 512 // 2))
-    of_unembedding = 2048 + 151936 // 2
-    assert plan.model_bytes == 4 * 4 * 8 * (of_experts + of_attention + of_unembedding)
+    # Experts share the factor of dim 2048, which is whole because fsdp is 1. The factor of dim 768
+    # is cut by tp.
+    expert_params = 48 * (3 * 2048 + 128 // 4 * 3 * 768 // 2)
+    attention_params = 48 * (2 * (2048 + 4096 // 2) + 2 * (2048 + 512 // 2))
+    unembedding_params = 2048 + 151936 // 2
+    assert plan.model_bytes == 4 * 4 * 8 * (expert_params + attention_params + unembedding_params)
     assert plan.samples.num_pages % 4 == 0
     assert plan.kv_bytes == plan.samples.num_pages // 4 * 64 * 48 * 2 * 4 * 128 * 2 // 2
 
@@ -73,13 +74,16 @@ def test_experts_on_a_mesh() -> None:
 def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
     platform: str, sizes: dict[str, int], dim: int
 ) -> None:
-    """With 192 dims of gate and up, in place of 768, libtpu 0.0.52 took 4.7 to 6.3 GiB more of each of eight v6e."""
-    layout, model = make_abstract_layout(MeshConfig(**sizes)), model_of(QWEN3_30B_A3B)
+    """With 192 dims of gate and up instead of 768, libtpu 0.0.52 took more memory.
+
+    On each of eight v6e it took 4.7 to 6.3 GiB more.
+    """
+    layout, model = make_abstract_layout(MeshConfig(**sizes)), make_model(QWEN3_30B_A3B)
     plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform=platform, limit_bytes=32 * GIB)
     copied = 48 * 128 // sizes["ep"] * 2 * 2048 * dim * 2  # layers, experts, maps, inputs, outputs, bytes
-    of_position = 48 * 2 * max(4 // sizes.get("tp", 1), 1) * 128 * 2  # layers, k and v, heads, dims, bytes
-    of_row = 16 * of_position + (4 if platform == "tpu" else 1) * 151936 * 4  # keys of a slice, logits
-    assert plan.slice_bytes == copied + plan.samples.per_shard.num_slots * of_row
+    position_bytes = 48 * 2 * max(4 // sizes.get("tp", 1), 1) * 128 * 2  # layers, k and v, heads, dims, bytes
+    row_bytes = 16 * position_bytes + (4 if platform == "tpu" else 1) * 151936 * 4  # keys of a slice, logits
+    assert plan.slice_bytes == copied + plan.samples.per_shard.num_slots * row_bytes
     assert plan.pass_bytes > copied
 
 
@@ -87,34 +91,39 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
     plan = plan_start(
-        config, make_abstract_layout(MeshConfig()), model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
+        config, make_abstract_layout(MeshConfig()), make_model(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
     )
-    of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
-    of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
-    assert plan.kv_bytes == plan.samples.num_pages * 64 * of_position + plan.samples.num_states * of_state
-    assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
+    position_bytes = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
+    # 24 layers, each with matrices in float32 and the last inputs of the convolution in bfloat16
+    state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    assert plan.kv_bytes == plan.samples.num_pages * 64 * position_bytes + plan.samples.num_states * state_bytes
+    assert plan.samples.state_tokens == -(-state_bytes // position_bytes) == 1572
     assert plan.samples.num_states > 1 + 16 + 4 + plan.samples.prefix_tokens // 2 // 1572, "with some for prefixes"
-    assert plan.slice_bytes == 16 * (of_state + 16 * of_position + 4 * 248320)
+    assert plan.slice_bytes == 16 * (state_bytes + 16 * position_bytes + 4 * 248320)
 
 
 @pytest.mark.slow
 def test_a_slice_on_a_mesh_of_gpus_has_another_copy_of_its_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config, copies = JaxConfig(max_lora_rank=8, sample_slots=16), make_abstract_layout(MeshConfig(dp=2))
-    plan = plan_start(config, copies, model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
-    of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
-    of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
-    assert plan.slice_bytes == 8 * (2 * of_state + 16 * of_position + 4 * 248320)
+    plan = plan_start(config, copies, make_model(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
+    position_bytes = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
+    # 24 layers, each with matrices in float32 and the last inputs of the convolution in bfloat16
+    state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    assert plan.slice_bytes == 8 * (2 * state_bytes + 16 * position_bytes + 4 * 248320)
 
 
 @pytest.mark.slow
 def test_the_copies_of_states_in_a_slice_count_as_the_cache() -> None:
-    """With 256 samples the cache of Nemotron 3 Nano had 18.6 GiB of an H200, a slice took 11.7, and no model fitted."""
+    """With 256 samples on an H200, Nemotron 3 Nano left no memory for models.
+
+    Its cache had 18.6 GiB, and a slice took 11.7 GiB.
+    """
     content = json.loads((CONFIGS / "Nemotron-3-Nano-30B-A3B.json").read_text())
     plan = plan_start(
         JaxConfig(),
         make_abstract_layout(MeshConfig()),
-        model_of(content),
+        make_model(content),
         BFLOAT16,
         platform="gpu",
         limit_bytes=98 * GIB,
@@ -141,7 +150,7 @@ def test_there_are_as_many_slots_as_have_enough_tokens(
 ) -> None:
     config, layout = JaxConfig(**configured), make_abstract_layout(MeshConfig())  # type: ignore[arg-type]
     limit_bytes = None if limit is None else limit * GIB
-    plan = plan_start(config, layout, model_of(model), BFLOAT16, platform=platform, limit_bytes=limit_bytes)
+    plan = plan_start(config, layout, make_model(model), BFLOAT16, platform=platform, limit_bytes=limit_bytes)
     assert plan.samples.num_slots == slots
     enough = slots * min(512, plan.samples.max_length)
     assert slots == 32 or "sample_slots" in configured or plan.samples.tokens >= enough
@@ -150,9 +159,9 @@ def test_there_are_as_many_slots_as_have_enough_tokens(
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])
 def test_a_mesh_without_devices_is_checked(sizes: dict[str, int]) -> None:
     with pytest.raises(mesh.MeshError, match="does not divide"):
-        mesh.check_divisible(make_abstract_layout(MeshConfig(**sizes)), model_of(QWEN3_8B))
+        mesh.check_divisible(make_abstract_layout(MeshConfig(**sizes)), make_model(QWEN3_8B))
 
 
 def test_planned_arrays_have_the_sizes_of_arrays() -> None:
-    planned = _PlannedArray(models.describe_params(model_of(QWEN3_8B)).embed, jnp.dtype("float32"), frozenset())
+    planned = _PlannedArray(models.describe_params(make_model(QWEN3_8B)).embed, jnp.dtype("float32"), frozenset())
     assert (planned.size, planned.nbytes) == (151936 * 4096, 151936 * 4096 * 4)

@@ -1,4 +1,4 @@
-"""Sampling of a model with state of fixed size: what a slot held before, shared prompts, and the memory for states."""
+"""Sampling with recurrent states: reused slots, shared prompts, and the memory for states."""
 
 import jax
 import numpy as np
@@ -19,11 +19,12 @@ from tests.support.sample_requests import BLUE, RED, make_prompt, make_request, 
 from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
-"""The length to which sequences are padded for the full forward pass."""
+"""Sequences are padded to this length for the full forward pass."""
 STD = {HYBRID: 0.1, MAMBA: 0.1, HYBRID_MOE: 0.05, BY_HEAD: 0.1}
-"""The standard deviation of weights. The larger it is, the more rounding errors grow from layer to layer.
+"""The standard deviation of weights. With a larger one, rounding errors grow more per layer.
 
-At 0.1 most samples of the model with experts differ from the trainer by 2e-6 to 5e-6, but one of twelve by 1.5e-5.
+At 0.1, most samples of the model with experts differ from the trainer by 2e-6 to 5e-6, but one of
+twelve differs by 1.5e-5.
 """
 
 
@@ -48,7 +49,7 @@ def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
     return scheduler
 
 
-def trained_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
+def compute_trained_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
     """Return the trainer's log-probability of every new token."""
 
     @fast_jit
@@ -73,25 +74,33 @@ def test_hits_change_no_bit_and_all_samples_are_as_trained(tiny):
     }
     warm, cold = start(tiny, prefix_cache_tokens=8192), start(tiny, prefix_cache_tokens=0)
     hits = {}
+
     for name, prompt in prompts.items():
         request = make_request(name, prompt, sampler=RED, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
+
         hits |= results.cache_hits
         sequence = results.sequence(name)
-        np.testing.assert_allclose(sequence.logprobs, trained_logprobs(tiny, request, sequence.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sequence.logprobs, compute_trained_logprobs(tiny, request, sequence.tokens), atol=1e-5
+        )
+
     assert hits == {"equal": 96, "longer": 96, "part": 64}, "the longer replaced the first; of that, 64 was not kept"
 
 
 @pytest.mark.slow
 def test_conversations_and_system_prompts_have_equal_bits_with_hits():
-    """Chunks end at 128, 256 and 512 positions. The second turn repeats the first with its answer."""
+    """Chunks end at 128, 256 and 512 positions.
+
+    The second turn repeats the first with its answer.
+    """
     tiny = load_model(tiny_directory(HYBRID, STD[HYBRID]))
     sizes = {"prefill_chunk_tokens": 256, "prefill_tokens": 256, "max_context_length": 512, "max_sample_tokens": 8192}
     warm, cold = (start(tiny, **sizes, prefix_cache_tokens=tokens) for tokens in (16384, 0))
     system, first, hits = make_prompt(300, seed=1), make_prompt(200, seed=2), {}
 
-    def sampled(name: str, prompt: np.ndarray, options: PromptOptions | None = None) -> np.ndarray:
+    def sample_and_compare(name: str, prompt: np.ndarray, options: PromptOptions | None = None) -> np.ndarray:
         request = make_request(name, prompt, sampler=RED, samples=2, options=options)
         results, expected = run(warm, request), run(cold, request)
         assert results.bits == expected.bits and len(results.bits) == 2, name
@@ -100,12 +109,12 @@ def test_conversations_and_system_prompts_have_equal_bits_with_hits():
         hits.update(results.cache_hits)
         return results.sequence(name).tokens
 
-    second = np.concatenate([first, sampled("turn 1", first), make_prompt(80, seed=3)])
-    third = np.concatenate([second, sampled("turn 2", second), make_prompt(90, seed=4)])
-    sampled("turn 3", third)
+    second = np.concatenate([first, sample_and_compare("turn 1", first), make_prompt(80, seed=3)])
+    third = np.concatenate([second, sample_and_compare("turn 2", second), make_prompt(90, seed=4)])
+    sample_and_compare("turn 3", third)
     for number in range(3):
-        sampled(f"question {number}", np.concatenate([system, make_prompt(100 + number, seed=5 + number)]))
-    sampled("scored", third, PromptOptions(logprobs=True))
+        sample_and_compare(f"question {number}", np.concatenate([system, make_prompt(100 + number, seed=5 + number)]))
+    sample_and_compare("scored", third, PromptOptions(logprobs=True))
     assert hits == {"turn 2": 128, "turn 3": 256, "question 1": 256, "question 2": 256, "scored": 0}
 
 
@@ -146,7 +155,9 @@ def test_samples_go_on_with_their_state_in_further_pages(tiny):
     results = run(start(tiny), request)
     for index in range(12):
         sequence = results.sequence("many", index)
-        np.testing.assert_allclose(sequence.logprobs, trained_logprobs(tiny, request, sequence.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sequence.logprobs, compute_trained_logprobs(tiny, request, sequence.tokens), atol=1e-5
+        )
     assert len({tuple(tokens) for tokens in results.tokens.values()}) == 12
 
 

@@ -1,4 +1,4 @@
-"""Top-k and top-p: exactly the tokens of the definition, by their weights, batch-invariant."""
+"""Top-k and top-p keep exactly the tokens of their definition, with their weights, in any batch."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +14,7 @@ from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
 from skyrl_tx.backends.jax.sample.token_filters import MAX_UNTILED_ROWS, SMALL_TOP_K, TILE, redraw_in_tiles
 from tests.support.fast_jit import fast_jit
 
-VOCAB = 300  # three blocks, the last one padded; more than the largest of few
+VOCAB = 300  # three blocks, the last one padded; larger than every SMALL_TOP_K
 ROWS = 512  # rows of every draw
 SIGMAS = 4.0
 TOP_KS = (
@@ -68,8 +68,8 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
 
 
 @partial(fast_jit, static_argnums=4)
-def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array, size: int) -> jax.Array:
-    """Apply the filters to tokens that were drawn from the whole distribution, `size` rows at a time."""
+def apply_filters(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array, size: int) -> jax.Array:
+    """Apply the filters to tokens drawn from the unfiltered distribution, `size` rows at a time."""
     S = token_S.size
     key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
     blocks = LogitBlocks.from_logits(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
@@ -79,7 +79,7 @@ def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: j
 def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size: int = TILE) -> None:
     """Check that each kept token stays and that each other token is replaced by a kept one."""
     kept = keeps(logits, top_k, top_p)
-    became = np.asarray(filtered(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p), size))
+    became = np.asarray(apply_filters(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p), size))
     assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p)
     assert kept[became].all(), (top_k, top_p)
 
@@ -102,7 +102,10 @@ def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row, size):
 
 @pytest.mark.parametrize("vocab", [pytest.param(5000, marks=pytest.mark.slow), 20_000])
 def test_filters_are_exact_over_many_blocks(vocab):
-    """Most tokens that could be kept lie in blocks that a top-k does not read; of 20,000, blocks are in groups."""
+    """Most candidate tokens lie in blocks that a top-k does not read.
+
+    With 20,000 tokens, blocks are in groups.
+    """
     draw = np.random.default_rng(2)
     for logits in (draw.standard_normal(vocab), draw.integers(0, 9, vocab), np.zeros(vocab)):
         order = np.argsort(-logits, kind="stable")
@@ -123,7 +126,7 @@ def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> drawing.DrawPa
 
 
 compiled = jax.jit(partial(drawing.draw, max_topk=5))
-"""The same program as in test_draw."""
+"""The same program as in test_draw.py."""
 
 
 def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawing.DrawnTokens:
@@ -131,16 +134,19 @@ def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawi
 
 
 @cache
-def drawn_tokens(row: Callable[[], np.ndarray], top_k: int, top_p: float) -> NDArray[np.int64]:
+def draw_tokens(row: Callable[[], np.ndarray], top_k: int, top_p: float) -> NDArray[np.int64]:
     """Return the tokens of eight positions."""
     logits = np.tile(row(), (ROWS, 1))
     return np.concatenate([draw(logits, params(top_k, top_p), position).tokens for position in range(8)])
 
 
 def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
-    """Return by how many standard deviations chi-square exceeds its mean (Wilson and Hilferty 1931)."""
+    """Return the deviation of chi-square from its mean, in standard deviations.
+
+    The approximation is by Wilson and Hilferty (1931).
+    """
     counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
-    rare = expected < 8  # pooled, as the approximation requires
+    rare = expected < 8  # rare tokens are pooled, because the approximation needs 8 of each
     observed, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     statistic = float(((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
     freedom = int((wanted > 0).sum()) - 1
@@ -154,7 +160,7 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
 )
 def test_filtered_tokens_follow_their_weights(row, top_k, top_p):
     logits = row()
-    drawn, plain = drawn_tokens(row, top_k, top_p), drawn_tokens(row, 0, 1.0)
+    drawn, plain = draw_tokens(row, top_k, top_p), draw_tokens(row, 0, 1.0)
     kept = keeps(logits, top_k, top_p)
     weight = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
     assert kept[drawn].all()
@@ -181,8 +187,10 @@ def test_batch_invariance():
     how = params(top_k, top_p)
     together = draw(logits, how, 0)
     turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), 0)
+
     assert turned.tokens[back].tolist() == together.tokens.tolist()
     assert turned.logprobs[back].tolist() == together.logprobs.tolist()
+
     for turn in range(3):
         mine = np.random.default_rng(turn).random(ROWS) < 0.1
         among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), 0)
@@ -193,7 +201,7 @@ def test_batch_invariance():
 
 
 def test_rows_have_the_same_bits_in_programs_of_other_sizes():
-    """Few rows are processed together, and many in tiles."""
+    """Few rows are processed at once, many rows in tiles."""
     logits = np.random.default_rng(4).standard_normal((64, 20_000)).astype(np.float32)
     top_k, top_p = np.resize(KINDS, (64, 2)).T
     how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))

@@ -1,4 +1,4 @@
-"""The memory of a micro-batch, against compiled programs."""
+"""Estimated memory of a micro-batch, compared with compiled programs."""
 
 import json
 from dataclasses import replace
@@ -42,26 +42,30 @@ def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
 
     def on_host(remat: RematPolicy) -> int:
         def run(weights, scale, tokens_BT):
-            def hidden_of(weights):
+            def compute_hidden(weights):
                 return models.forward(tiny.params, tiny.config, tokens_BT, Adapter(weights, scale), remat=remat)
 
-            return jax.vjp(hidden_of, weights)
+            return jax.vjp(compute_hidden, weights)
 
         adapter = models.describe_adapter(tiny.config, DEFAULT_RANK)
         traced = jax.make_jaxpr(run)(adapter.weights, adapter.scale, jax.ShapeDtypeStruct((rows, length), jnp.int32))
-        arrays = [each for each in traced.out_avals if each.memory_space.name == "Host"]
-        return sum(each.size * each.dtype.itemsize for each in arrays)
+        arrays = [array for array in traced.out_avals if array.memory_space.name == "Host"]
+        return sum(array.size * array.dtype.itemsize for array in arrays)
 
     assert on_host(RematPolicy.OFFLOAD) == found.host_token * rows * length
     assert on_host(RematPolicy.FULL) == 0
 
 
 def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
-    def of_a_token(policy: RematPolicy) -> float:
+    def count_token_bytes(policy: RematPolicy) -> float:
         short, long = (count_residual_bytes(tiny.params, tiny.config, length, policy) for length in (512, 1024))
         return (long - short) / 512
 
-    assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
+    assert (
+        count_token_bytes(RematPolicy.FULL)
+        < count_token_bytes(RematPolicy.SAVE_MATMULS)
+        < 0.5 * count_token_bytes(RematPolicy.NONE)
+    )
 
 
 ONE_PART_A_LAYER = {
@@ -110,9 +114,9 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
 def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     platform, content, num_layers, rank, sizes, num_tokens, compiled_gib, monkeypatch
 ) -> None:
-    """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and by jaxlib 0.10.2."""
+    """Temporary memory of `accumulate` with remat, by libtpu 0.0.52 and jaxlib 0.10.2."""
     monkeypatch.setattr(training_costs, "DEFAULT_RANK", rank)
-    params, model = published({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
+    params, model = make_published_model({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
     estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(num_tokens, remat=RematPolicy.FULL)
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
@@ -127,8 +131,8 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     ids=["h200-8", "v6e-8", "h200-1"],
 )
 def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_tokens, compiled_gib) -> None:
-    """Temporary memory of `accumulate` of Qwen3-8B with the results of products kept."""
-    params, model = published(QWEN3_8B, platform, MeshConfig(**sizes))
+    """Temporary memory of `accumulate` for Qwen3-8B, with the results of products kept."""
+    params, model = make_published_model(QWEN3_8B, platform, MeshConfig(**sizes))
     estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(
         num_tokens, remat=RematPolicy.SAVE_MATMULS
     )
@@ -140,18 +144,21 @@ def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_to
     [
         pytest.param("gpu", {}, 16384, 22.1, marks=pytest.mark.slow),
         *(
-            pytest.param(*each, marks=(pytest.mark.slow, pytest.mark.exhaustive))
-            for each in (("gpu", {}, 4096, 7.0), ("gpu", {"tp": 4}, 8192, 5.5), ("tpu", {}, 8192, 12.2))
+            pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive))
+            for case in (("gpu", {}, 4096, 7.0), ("gpu", {"tp": 4}, 8192, 5.5), ("tpu", {}, 8192, 12.2))
         ),
     ],
     ids=["h200-16k", "h200-4k", "h200-4", "v5p"],
 )
 def test_the_estimate_counts_the_delta_rule(platform, sizes, num_tokens, compiled_gib) -> None:
-    """Temporary memory of `accumulate` of eight layers of Qwen3.5-9B, by jaxlib 0.10.2 and libtpu 0.0.52."""
+    """Temporary memory of `accumulate` for eight layers of Qwen3.5-9B.
+
+    The numbers are by jaxlib 0.10.2 and libtpu 0.0.52.
+    """
     content = json.loads((HUB_CONFIGS / "Qwen3.5-9B.json").read_text())
     layers = {"num_hidden_layers": 8, "layer_types": content["text_config"]["layer_types"][:8]}
     content["text_config"] = content["text_config"] | layers
-    params, model = published(content, platform, MeshConfig(**sizes))
+    params, model = make_published_model(content, platform, MeshConfig(**sizes))
     params = replace(params, kernels=replace(params.kernels, chunks_together=True))
     estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(
         num_tokens, remat=RematPolicy.SAVE_MATMULS
@@ -159,10 +166,12 @@ def test_the_estimate_counts_the_delta_rule(platform, sizes, num_tokens, compile
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
 
-def published(content, platform: str, config: MeshConfig) -> tuple[models.DecoderParams, models.ModelConfig]:
-    """Return shapes of a published model in the layout of training, with the attention kernel of its device."""
+def make_published_model(content, platform: str, config: MeshConfig) -> tuple[models.DecoderParams, models.ModelConfig]:
+    """Return the shapes of a published model in the training layout, with the device's kernel."""
     model = models.find_family(content).config_from_hf(content)
-    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
+    shapes = jax.tree.map(
+        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.bfloat16), models.describe_params(model)
+    )
     layout = mesh.make_training_layout(make_abstract_layout(config))
     return replace(shapes, layout=layout, kernels=Kernels(SPLASH if platform == "tpu" else TRITON)), model
 
@@ -175,9 +184,14 @@ def published(content, platform: str, config: MeshConfig) -> tuple[models.Decode
     ],
 )
 def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
-    """Temporary memory of `accumulate` of Qwen3-0.6B for 4,096 tokens; with the loops the estimate is larger."""
+    """Temporary memory of `accumulate` for Qwen3-0.6B and 4,096 tokens.
+
+    With the loops, the estimate is larger.
+    """
     model = models.find_family(QWEN3_600M).config_from_hf(QWEN3_600M)
-    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
+    shapes = jax.tree.map(
+        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.bfloat16), models.describe_params(model)
+    )
     layout = make_abstract_layout(MeshConfig())
     with_kernel = estimate_costs(replace(shapes, layout=layout, kernels=Kernels(kernel)), model, "tpu")
     assert with_kernel.count_micro_batch_bytes(4096, remat=RematPolicy.SAVE_MATMULS) == pytest.approx(
@@ -190,7 +204,7 @@ def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
     model = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
     mixture = model.blocks[0].feed_forward
     assert isinstance(mixture, Mixture)
-    tiles, places = (131072 + 16 * 127) // 128, 128  # of 16 experts, each with at most one tile that is not full
+    tiles, places = (131072 + 16 * 127) // 128, 128  # 16 experts, each with at most one partly filled tile
     rows = (3 * tiles * places + 131072) * 2048
     factors, weights = tiles * 8 * 3 * (2048 + 768), 32 * 3 * 2048 * 768
     assert (

@@ -1,4 +1,4 @@
-"""Programs of training that are compiled in the background: which are likely, and that they are the same programs."""
+"""Training programs compiled in the background: which are likely, and that bits stay the same."""
 
 import json
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ MODEL = ModelId("m")
 
 
 UNUSED = ["2 160 1 8 1", "1 64 1 8 1", "2 64 0 8 1", "2 0 1 8 1"]
-"""Names of programs that no micro-batch has with `budget=100, num_rows=2`."""
+"""Program names that no micro-batch has with `budget=100, num_rows=2`."""
 
 
 def remat(num_tokens: int) -> RematPolicy:
@@ -38,31 +38,35 @@ def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() 
     found = list(shapes.iter_likely(iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])))
     assert found[0] == MicroBatchShape(2, 512, 4, 8, RematPolicy.FULL)
     assert found[1] == MicroBatchShape(2, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
-    assert [each.length for each in found[2:]] == [104, 64]
-    of_one_row = MicroBatchShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
-    assert [each.length for each in of_one_row.iter_likely(iter(()))] == [512, 384, 256, 128, 64]
+    assert [shape.length for shape in found[2:]] == [104, 64]
+    one_row = MicroBatchShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
+    assert [shape.length for shape in one_row.iter_likely(iter(()))] == [512, 384, 256, 128, 64]
     assert found[2:4] == [
         MicroBatchShape(2, 104, 1, 32, RematPolicy.FULL),
         MicroBatchShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS),
     ]
 
 
-def by_sequences(batch: PreparedModelPassBatch) -> PreparedModelPassBatch:
+def use_sequence_loss(batch: PreparedModelPassBatch) -> PreparedModelPassBatch:
     """Return a batch of the same tokens with a loss that is not local."""
     ones = np.ones(batch.examples[0].tokens.size, np.float32)
     inputs = {"logprobs": -ones, "advantages": ones, "sequence_ratio_mask": ones, "weights": ones}
     changed = {"loss": "gspo", "loss_config": LOSS_SPECS["gspo"].config}
     return PreparedModelPassBatch(
-        examples=tuple(replace(each, **changed, loss_inputs={**each.loss_inputs, **inputs}) for each in batch.examples)
+        examples=tuple(
+            replace(example, **changed, loss_inputs={**example.loss_inputs, **inputs}) for example in batch.examples
+        )
     )
 
 
-def trained(backend: JaxBackend) -> list[np.ndarray]:
+def train(backend: JaxBackend) -> list[np.ndarray]:
     """Return the results of three passes and the gradient."""
     backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
     short, long = (scoring(MODEL, [np.arange(length, dtype=np.int32)]) for length in (12, 30))
     results = [
-        result.logprobs for batch in (short, long, by_sequences(short)) for result in backend.forward_backward(batch)
+        result.logprobs
+        for batch in (short, long, use_sequence_loss(short))
+        for result in backend.forward_backward(batch)
     ]
     return [*results, *map(np.asarray, jax.tree.leaves(backend._pool.get(MODEL).gradient))]
 
@@ -71,17 +75,17 @@ def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> N
     with tiny_backend(micro_batch_tokens=32, compile_threads=1) as backend:
         programs = backend._training_programs
         assert programs is not None
-        found = trained(backend)
+        found = train(backend)
         assert backend.meters().progress is None and not backend.is_compiling()
-        assert {shape.is_local: each.num_calls for shape, each in programs.ready.items()} == {True: 2, False: 1}
+        assert {shape.is_local: program.num_calls for shape, program in programs.ready.items()} == {True: 2, False: 1}
     with tiny_backend(micro_batch_tokens=32) as backend:
         assert backend._training_programs is None
-        for one, other in zip(trained(backend), found, strict=True):
+        for one, other in zip(train(backend), found, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-class Recorded(Compiler[MicroBatchShape]):
-    """Records what is expected, and compiles nothing."""
+class RecordingCompiler(Compiler[MicroBatchShape]):
+    """A compiler that records the expected programs and compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__(0, CompilationMonitor())
@@ -96,15 +100,17 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
     layout = mesh.make_layout(MeshConfig())
     params = tiny.params.replace(layout=layout)  # type: ignore[attr-defined]
     orders: list[list[int]] = []
+
     for _ in range(2):
-        compiler = Recorded()
+        compiler = RecordingCompiler()
         programs = TrainingPrograms(params, tiny.config, compiler)
         programs.start(shapes, tmp_path)
-        orders.append([each.length for each in compiler.expected])
+        orders.append([shape.length for shape in compiler.expected])
         for shape in compiler.expected:
             compiler.ready[shape] = CompiledProgram(print, num_calls=3 if shape.length == 128 else 0)
         programs.close()
-        programs.close()  # counts once
+        programs.close()  # the second call counts nothing
+
     assert orders == [[256, 128, 64], [128, 256, 64]]
     (popular,) = (tmp_path / "popular").iterdir()
     assert json.loads(popular.read_text()) == {"1 128 1 8 1": 6}

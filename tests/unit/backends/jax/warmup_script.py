@@ -1,6 +1,8 @@
-"""Starts a backend with a warm-up, uses it, and prints the programs that were compiled later. For test_warmup.py.
+"""Start a backend with a warm-up, use it, and print the programs that were compiled later.
 
-python warmup_script.py MODEL_DIRECTORY
+Run by test_warmup.py:
+
+    python warmup_script.py MODEL_DIRECTORY
 """
 
 import json
@@ -42,11 +44,15 @@ def request(
     )
 
 
-def compiled_after_warm_up(directory: str) -> list[str]:
-    """Use every operation in common sizes; return the names of the programs compiled after the start."""
+def list_late_programs(directory: str) -> list[str]:
+    """Use every operation in common sizes.
+
+    Return the names of the programs that were compiled after the start.
+    """
     backend = JaxBackend(directory, CONFIG)
     capabilities = backend.start()
     assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (64, 64)
+
     model = ModelId("m")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only adapter slot is free again
     compiled: list[str] = []
@@ -63,12 +69,14 @@ def compiled_after_warm_up(directory: str) -> list[str]:
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
+
         for number in range(16):  # all sampler slots, with two ranks
             if number == 8:
                 backend.delete_model(model)
                 backend.create_model(model, ModelSpec(lora=LoraSpec(rank=2, seed=1)))
             sampler = SamplerId(f"s{number}")
             backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+
         for prompt, new, num_samples in ((3, 1, 1), (3, 4, 2), (20, 12, 1), (9, 20, 70), (14, 2, 9)):
             targets = np.ones((prompt - 1, 5), np.int64)
             about_prompt = (
@@ -77,15 +85,17 @@ def compiled_after_warm_up(directory: str) -> list[str]:
                 PromptOptions(target_tokens=targets),
                 PromptOptions(alt_tokens_k=3),
             )
+
             for options in (PromptOptions(), *about_prompt[: 4 if new == 1 else 1]):
-                for each in ((None,), (sampler,), (None, sampler)):
-                    requests = tuple(request(one, prompt, new, num_samples, options) for one in each)
+                for samplers in ((None,), (sampler,), (None, sampler)):
+                    requests = tuple(request(one, prompt, new, num_samples, options) for one in samplers)
                     assert backend.sample(PreparedSampleBatch(requests=requests))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
     backend.close()
     return compiled
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled_after_warm_up(sys.argv[1])))
+    print(json.dumps(list_late_programs(sys.argv[1])))
