@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Fixtures and pytest hooks for all test directories."""
 
 import logging
 import os
@@ -34,13 +34,13 @@ TOGETHER = (
     ("tests/api/",),
     tuple(f"tests/conformance/test_{name}.py" for name in ("models", "decoding", "training")),
 )
-"""Files, or beginnings of their names, that share a slow fixture: a server over JAX, a process with torch."""
+"""Path prefixes of files that share a slow fixture, for example a JAX server or a torch process."""
 
 APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py", "tests/gpu/test_parity.py")
-"""Files so long that processes share their classes, or their tests if there are none. These share no fixture."""
+"""Slow files that are split over multiple processes by class, or by test if they have no classes."""
 
 WITH_TOLERANCE = (
-    "tests/contract/test_jax.py",  # the bits of its slow families are compared in tests/unit/backends/jax too
+    "tests/contract/test_jax.py",  # tests/unit/backends/jax compares the bits of its slow families too
     "tests/recipes/",
     "tests/clients/",
     *(
@@ -93,7 +93,11 @@ DEFAULT_SELECTION = "not slow"
 """The marker expression of a run without `-m`, see pyproject.toml."""
 
 MOST_MAPPINGS = 30_000
-"""Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
+"""Clear compiled programs above this number.
+
+Linux allows 65,530 memory mappings per process by default, and XLA's compiler crashes when they are
+used up.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,18 +109,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == DEFAULT_SELECTION:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE_FLAGS)
     cache = getattr(config, "cache", None)
-    if cache is not None:  # there is none with -p no:cacheprovider
+    if cache is not None:  # pytest has no cache with -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    # Clients whose server has ended say so in the log of whichever test is running two minutes later.
+    # A client whose server has ended logs this two minutes later, during an unrelated test.
     logging.getLogger("tinker.lib.internal_client_holder").addFilter(
         lambda record: not str(record.msg).startswith("Session heartbeat failed")
     )
-    # As the JAX backend sets them: tests before and after a backend starts share their programs.
+    # The JAX backend sets the same options, so all tests share compiled programs.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     set_cpu_options(os.environ)
     share_statements()
-    # Examples may take any time on a busy machine. Each run draws others, so that few are enough.
+    # There is no deadline, because the machine may be busy. A few examples are enough because each
     settings.register_profile(
         "default run", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -125,7 +129,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that compare no bits, or use PostgreSQL; ignore connections that clients of the SDK leave."""
+    """Add the markers `tolerance`, `bits` and `postgres`.
+
+    Tests that use the SDK also ignore warnings about connections that SDK clients leave open.
+    """
     for item in items:
         if item.nodeid.startswith(WITH_TOLERANCE):
             item.add_marker(pytest.mark.tolerance)
@@ -143,7 +150,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _needs_postgresql(item: pytest.Item) -> bool:
-    """Return whether a test uses the PostgreSQL fixtures, directly or as one of its parameters."""
+    """Return whether a test uses PostgreSQL, through a fixture or through a parameter."""
     if not isinstance(item, pytest.Function):
         return False
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -164,14 +171,17 @@ class _Scheduling(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Return the order in which processes (`-n`) run the tests."""
+    """Return the scheduler that distributes tests over processes (`-n`)."""
     config.option.loadscopereorder = False
     return _Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """Undo `configure_logging` after tests that run a command here: its handler writes to a captured, closed stream."""
+    """Undo `configure_logging` after each test.
+
+    A command that ran in this process leaves a handler that writes to a closed stream.
+    """
     root, ours = logging.getLogger(), logging.getLogger("skyrl_tx")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
@@ -183,12 +193,12 @@ def _logging_as_before() -> Iterator[None]:
 
 
 _threads_of_packages = WeakSet[threading.Thread]()
-"""Threads that fixtures started which several modules share."""
+"""Threads started by fixtures with package or session scope."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-    """Note which threads belong to fixtures that several modules share."""
+    """Record which threads belong to fixtures with package or session scope."""
     before = find_threads()
     made = yield
     if fixturedef.scope in ("package", "session"):
@@ -211,14 +221,17 @@ def _no_work_goes_on() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_mappings() -> Iterator[None]:
-    """Forget compiled programs, each of which takes about 25 mappings of memory, before there are too many."""
+    """Clear compiled programs after a module if there are too many.
+
+    Each takes about 25 memory mappings.
+    """
     yield
     _forget_programs()
 
 
 @pytest.fixture(autouse=True)
 def _few_mappings_of_slow_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Do so after each slow test: a module of them may compile more than one process can hold."""
+    """Clear compiled programs after slow tests too, because one slow module may exceed the limit."""
     yield
     if request.node.get_closest_marker("slow") is not None:
         _forget_programs()
@@ -233,7 +246,10 @@ def _forget_programs() -> None:
 
 @pytest.fixture(scope="session")
 def client_environment() -> Callable[[ClientEnvironment], PreparedEnvironment]:
-    """Give environments by recipe, made at most once a session; a test skips, with the reason, when it cannot be."""
+    """Return a function that prepares client environments, each at most once per session.
+
+    If an environment cannot be prepared, the test is skipped with the reason.
+    """
     outcomes: dict[ClientEnvironment, PreparedEnvironment | str] = {}
 
     def get(recipe: ClientEnvironment) -> PreparedEnvironment:
@@ -252,7 +268,10 @@ def client_environment() -> Callable[[ClientEnvironment], PreparedEnvironment]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
-    """Give a PostgreSQL of the tests' own; a test skips, with the reason, where there is none to start."""
+    """Start a PostgreSQL server for the tests.
+
+    If none can be started, the test is skipped with the reason.
+    """
     try:
         server = PostgresqlServer()
     except UnavailableEnvironment as error:
@@ -268,11 +287,11 @@ def _shared_database(postgresql: PostgresqlServer) -> str:
 
 @pytest.fixture
 def postgresql_url(postgresql: PostgresqlServer, _shared_database: str) -> str:
-    """Give an empty database there, with our tables in it."""
+    """Return the URL of a database with empty tables on the test server."""
     postgresql.clear(_shared_database)
     return _shared_database
 
 
 def pytest_sessionfinish() -> None:
-    """End the background loop of the SDK."""
+    """Stop the background event loop of the SDK."""
     stop_loop_of_clients()

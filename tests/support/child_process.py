@@ -1,4 +1,4 @@
-"""Runs a function of a test module in a process of its own, for what would disturb other tests of this process."""
+"""Run a function of a test module in a child process, so that it cannot disturb other tests."""
 
 import subprocess
 import sys

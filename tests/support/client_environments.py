@@ -97,7 +97,7 @@ class PreparedEnvironment:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of its programs, without those that add modules of other environments."""
+        """Environment variables for its programs, without modules of other environments."""
         return {**_clean_variables(), **self.variables}
 
 
@@ -224,6 +224,7 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
     python = directory / "bin" / "python"
     complete = directory / "complete"
     below = None if environment.over is None else prepare(environment.over, cache)
+
     with _lock(cache / f"{environment.key}.lock"):
         if not complete.exists():
             shutil.rmtree(directory, ignore_errors=True)  # left by an interrupted build
@@ -233,6 +234,7 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
             complete.touch()
+
     return PreparedEnvironment(python=python)
 
 
@@ -285,7 +287,7 @@ def _call(environment: ClientEnvironment, command: list[str]) -> None:
 
 
 def _clean_variables() -> dict[str, str]:
-    """Return the variables of this process but those that add modules, or that forbid to keep compiled ones."""
+    """Return this process's environment without variables that add modules or disable bytecode files."""
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
     return {key: value for key, value in os.environ.items() if key not in dropped}
 

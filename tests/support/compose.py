@@ -15,7 +15,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the tag with which a file takes back a value of the file below."""
+    """Reads the tag `!reset`, which removes a value of the base file."""
 
 
 _Loader.add_constructor("!reset", lambda loader, node: None)

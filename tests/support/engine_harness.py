@@ -98,7 +98,7 @@ class EngineHarness:
         return self.api.write(lambda tx: sessions.create(tx, owner=self.owner, now=time.time()))
 
     def become(self, owner: str) -> None:
-        """Go on as another owner, in a new session."""
+        """Continue as another owner, in a new session."""
         self.owner = owner
         self.session_id = self.new_session()
 

@@ -1,10 +1,11 @@
-"""Sampling programs in numpy: the scheduler's device for tests that need no compiler.
+"""Sampling programs in numpy, a fake device for scheduler tests that need no compiler.
 
-The key of a position depends on its token, its adapter and the shape of the chunk in which it was computed; positions
-that nothing has written are UNWRITTEN, and reading one fails, as does writing to a position that is written, or to the
-empty page. A token is a hash of all tokens before it, the adapter and the sample's seed and index. A log-probability is
-a hash of the keys as well, so that it also depends on how they were computed, as rounding does on a device. The state
-of a prompt or sample is a hash of its keys so far: what follows another state than that of the keys before it fails.
+The key of a position depends on its token, its adapter and the shape of the chunk in which it was
+computed. Unused positions are UNWRITTEN. Reading an UNWRITTEN position fails, and so does writing to
+a written position or to the empty page. A token is a hash of all tokens before it, the adapter and
+the sample's seed and index. A log-probability is also a hash of the keys, so it depends on how they
+were computed, like rounding on a device. The state of a prompt or sample is a hash of its keys so
+far, and continuing from a state that does not match the keys fails.
 """
 
 import zlib
@@ -110,7 +111,7 @@ class FakeModelRunner:
         self.copied += pages
 
     def _keys(self, table: BlockTableRow, num_tokens: int) -> np.ndarray:
-        """Return the first keys of a table, all of which must be written, and be what its state has seen."""
+        """Return the first keys of a table. They must all be written and match the keys in its state."""
         keys = self._pages[table.shard, table.pages].reshape(-1)[:num_tokens]
         assert keys.size == num_tokens and (keys["token"] != UNWRITTEN).all(), "only written keys are read"
         if self._memory.state_tokens:
@@ -163,8 +164,10 @@ class FakeModelRunner:
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> "FakeSlice":
         on_shard = Counter(sample.table.shard for sample in samples)
         assert max(on_shard.values()) <= self._memory.per_shard.num_slots
+
         self.decoded.append(num_steps)
         found: list[RowTokens] = []
+
         for sample in samples:
             is_read = sample.num_drawn > sample.position - sample.size
             assert self.runs_ahead or is_read
@@ -183,6 +186,7 @@ class FakeModelRunner:
             own, k = drawn.row(0, num), sample.request.options.sample_topk
             topk = TopK(token_ids=own.topk_tokens[:, :k], logprobs=own.topk_logprobs[:, :k]) if k else None
             found.append((sample, sample.position, own.tokens, own.logprobs, is_stopped, topk))
+
         return FakeSlice(found)
 
     def compile_all(self, sampler: SamplerId) -> None:
@@ -209,7 +213,7 @@ def _draw(drawn: DrawnTokens, n: int, row: int, keys: np.ndarray, weights: int, 
 
 
 def _hash(*parts: Any) -> int:
-    """Return a hash that is equal in all processes, unlike that of strings and bytes."""
+    """Return a hash that is equal in all processes, unlike Python's hash of strings and bytes."""
     value = 0
     for part in parts:
         value = zlib.crc32(part if isinstance(part, bytes) else repr(part).encode(), value)

@@ -14,7 +14,9 @@ import jax
 _OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),  # which has no others
+    **(
+        {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+    ),  # newer versions have no other emitters
 }
 
 FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _OPTIONS.items())

@@ -24,7 +24,7 @@ Fault = Literal["drop", "lose answer", "repeat", "delay", "cut request", "cut an
 - stall: there is no response while the proxy runs
 """
 FAULTS: tuple[Fault, ...] = get_args(Fault)[:7]
-"""Those of a network, which `seeded` chooses from."""
+"""The network faults that `seeded` chooses from."""
 Schedule = Callable[[str, int], Fault | None]
 """Returns the fault of the n-th call of a path, counted from 1. Paths exclude the query and `/api/v1/`."""
 

@@ -1,4 +1,4 @@
-"""A host of rank 1 or above in a process of its own.
+"""A host of rank 1 or above in a separate process.
 
     python -m tests.support.follower ADDRESS RANK SIZE LOST_FILE
 

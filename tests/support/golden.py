@@ -1,7 +1,8 @@
-"""Golden data directories: what each release left at a SIGKILL, and how its own code went on.
+"""Golden data directories that each release left after a SIGKILL, with expected results.
 
-A golden file has the data directory of a killed server (`data/`), and `record.json`: the names of what it holds, and
-the results with which the release itself continued from a copy of it. HEAD must continue with the same results.
+A golden file contains the data directory of a killed server (`data/`) and `record.json`. The record
+lists the models, checkpoints and samplers in the directory, and the results that the release itself
+computed when it continued from a copy. HEAD must compute the same results.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ class Record:
     replayed_model_id: str = ""
     """A model that only the log has."""
     next_seq_id: int = 0
-    """The next sequence number of `model_id`; that of `replayed_model_id` is 3."""
+    """The next sequence number of `model_id`. The next one of `replayed_model_id` is 3."""
     checkpoints: dict[str, str] = field(default_factory=dict[str, str])
     """The paths of named checkpoints, by kind."""
     samplers: list[str] = field(default_factory=list[str])
@@ -130,7 +131,7 @@ def logprobs(result: Json) -> Json:
 
 def sequences(result: Json) -> Json:
     """Return tokens and log-probabilities of samples."""
-    return [{"tokens": each["tokens"], "logprobs": each["logprobs"]} for each in result["sequences"]]
+    return [{"tokens": sequence["tokens"], "logprobs": sequence["logprobs"]} for sequence in result["sequences"]]
 
 
 def continue_run(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, Json]:
@@ -160,7 +161,7 @@ def continue_run(client: GoldenClient, record: Record, data_dir: Path) -> dict[s
     for kind, path in record.checkpoints.items():
         found[f"checkpoint {kind}"] = hash_weights(data_dir, path)
     listed = client.get(f"training_runs/{model_id}/checkpoints")["checkpoints"]
-    found["listed"] = sorted([each["tinker_path"], each["public"]] for each in listed)
+    found["listed"] = sorted([checkpoint["tinker_path"], checkpoint["public"]] for checkpoint in listed)
     return found
 
 

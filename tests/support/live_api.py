@@ -77,6 +77,7 @@ def live_api(
         api.config.app = wrap(api.app)
     thread = threading.Thread(target=api.run)
     thread.start()
+
     try:
         while not api.started:
             assert thread.is_alive(), "the server did not start"

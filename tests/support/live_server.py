@@ -68,8 +68,10 @@ class LiveServer:
             process_group=0,
         )
         assert self._process.stderr is not None
+
         self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True)
         self._reader.start()
+
         try:
             self.url = self.wait_for(_READY[command], within_s=ready_within_s)
         except BaseException:

@@ -29,12 +29,12 @@ CONTEXT = 128  # tokens
 MAX_RANK = 16
 
 both_backends = pytest.mark.parametrize("stack", ["fake", "jax"], indirect=True, scope="package")
-"""The mark of a test in `tests/api` that runs over JAX by default; over JAX the others are slow tests."""
+"""Mark for tests in `tests/api` that run with JAX by default. With JAX, all other tests are slow tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveStack:
-    """A server that answers to `PUBLIC_NAME`, with the sizes above whatever its backend."""
+    """A server with the model name `PUBLIC_NAME` and the sizes above, for any backend."""
 
     server: Server
     backend: AbstractBackend

@@ -1,4 +1,4 @@
-"""The error in the log to which a client's message refers."""
+"""Find the logged error that a client's message refers to."""
 
 import re
 

@@ -32,10 +32,10 @@ def fail(*_: Any, **__: Any) -> NoReturn:
 def lost_jax_device() -> Generator[None]:
     """Make the programs of training, sampling and `check_devices` raise inside the context."""
     patches = [patch.object(module, name, fail) for module, name in PROGRAMS]
-    for each in patches:
-        each.start()
+    for program_patch in patches:
+        program_patch.start()
     try:
         yield
     finally:
-        for each in patches:
-            each.stop()
+        for program_patch in patches:
+            program_patch.stop()

@@ -60,7 +60,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def _write_entry_points(source: Path) -> None:
-    """Declare the backends of the commit, whose modules may have other names than those that are installed.
+    """Declare the commit's backends, whose modules may be named differently from the installed ones.
 
     Under the name of this distribution, in any commit, so that Python finds it instead of the installed one.
     """
@@ -80,11 +80,13 @@ def make(commit: str | None, output: Path | None) -> Path:
         record = Record(version=release.version, commit=release.commit, arithmetic=hash_arithmetic())
         data_dir = directory / "golden" / "data"
         data_dir.mkdir(parents=True, mode=0o700)
+
         try:
             for owner in _OWNERS:
                 record.keys[owner] = release.run("keys", "create", owner, "--data-dir", str(data_dir)).strip()
         except subprocess.CalledProcessError:
             print(f"{release.commit} has no API keys")
+
         key = record.keys.get(_OWNERS[0])
         with release.serve(data_dir) as server, closing(GoldenClient(server.url, key)) as client:
             _train_and_save(client, record)
@@ -112,6 +114,7 @@ def _train_and_save(client: GoldenClient, record: Record) -> None:
         client.result(client.forward_backward(record.model_id, 1 + 2 * step, start=1 + step))
         client.result(client.optim_step(record.model_id, 2 + 2 * step))
     seq_id = 5
+
     for kind, endpoint in (
         ("weights", "save_weights"),
         ("sampler_weights", "save_weights_for_sampler"),
@@ -124,10 +127,12 @@ def _train_and_save(client: GoldenClient, record: Record) -> None:
             continue
         record.checkpoints[kind] = saved["path"]
         seq_id += 1
+
     try:
         client.post(f"training_runs/{record.model_id}/checkpoints/weights/golden-weights/publish")
     except AssertionError as error:
         print(f"{record.commit}: {error}")
+
     path = record.checkpoints["sampler_weights"]
     made = client.post("create_sampling_session", **_sampling(record, 0), model_path=path)
     record.samplers.append(made["sampling_session_id"])

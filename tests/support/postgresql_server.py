@@ -24,7 +24,7 @@ PASSWORD = "secret-password"
 _TEMPLATE = "template_skyrl"
 _PORT = 5432  # only part of the socket's name
 _UNTIL_INPUT_ENDS = 'exec 3<&0; "$@" <&- & read _ <&3; kill -QUIT $!; wait $!'
-"""Runs a command until the process that started it ends, in whatever way."""
+"""Runs a command until the process that started it ends, even if that process is killed."""
 _SETTINGS = ("listen_addresses=", "max_connections=200", "shared_buffers=32MB")
 _NOT_DURABLE = ("fsync=off", "full_page_writes=off")
 """Faster; tests kill processes, not the machine."""
@@ -56,6 +56,7 @@ class PostgresqlServer:
             self._as_user = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
             os.chown(self._home, user.pw_uid, user.pw_gid)
         self._process: subprocess.Popen[bytes] | None = None
+
         try:
             self._call("initdb", "--no-sync", "--auth=trust", f"--username={_USER}", "--encoding=UTF8", "--locale=C")
             self.start()
@@ -87,6 +88,7 @@ class PostgresqlServer:
     def start(self) -> None:
         """Start the server and wait until it accepts connections."""
         settings = [word for setting in self._settings for word in ("-c", setting)]
+
         with (self._home / "log").open("ab") as log:
             server = [self._binaries / "postgres", "-D", self._data, "-k", self._home, "-p", str(_PORT), *settings]
             process = self._process = subprocess.Popen[bytes](
@@ -98,7 +100,9 @@ class PostgresqlServer:
                 process_group=0,
                 **self._as_user,
             )
+
         end = time.monotonic() + 30
+
         while True:
             try:
                 return self.administrator().close()

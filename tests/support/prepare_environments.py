@@ -38,7 +38,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="build without caches, then remove everything")
     parser.add_argument(
-        "--link", choices=[each.name for each in ALL], metavar="NAME", help="find the packages of one of them from here"
+        "--link",
+        choices=[environment.name for environment in ALL],
+        metavar="NAME",
+        help="find the packages of one of them from here",
     )
     arguments = parser.parse_args()
     fresh = arguments.fresh
@@ -46,6 +49,7 @@ def main() -> int:
         parser.error("--fresh removes what --link would find")
     if fresh:
         os.environ["PIP_NO_CACHE_DIR"] = "1"
+
     with (
         tempfile.TemporaryDirectory() if fresh else nullcontext(cache_directory()) as folder,
         ThreadPoolExecutor(CONCURRENT) as pool,
@@ -57,8 +61,9 @@ def main() -> int:
             pool.shutdown(cancel_futures=True)
             print(error, file=sys.stderr)
             return 1
+
     if arguments.link:
-        print(link({each.name: each for each in ALL}[arguments.link]))
+        print(link({environment.name: environment for environment in ALL}[arguments.link]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A server of the S3 protocol for tests, in a process of its own."""
+"""An S3 server for tests, in a separate process."""
 
 import subprocess
 from collections.abc import Generator, Mapping
@@ -32,7 +32,7 @@ class S3Server:
 
 
 def variables(endpoint: str) -> Mapping[str, str]:
-    """Return the environment variables with which clients reach a server at an address."""
+    """Return the environment variables that connect clients to a server at an address."""
     return {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -55,6 +55,7 @@ def s3_server(environment: PreparedEnvironment) -> Generator[S3Server]:
         env=environment.environment,
     )
     assert process.stdin is not None and process.stdout is not None
+
     try:
         yield S3Server(int(process.stdout.readline()))
     finally:

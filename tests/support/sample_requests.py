@@ -91,7 +91,11 @@ class Results:
     @property
     def cache_hits(self) -> dict[str, int]:
         """The prefix cache hit, in tokens, of each request whose prompt was reported."""
-        return {key[0]: each.cache_hit_tokens for key in self.parts if (each := self.prompt(key[0])) is not None}
+        return {
+            key[0]: prompt_result.cache_hit_tokens
+            for key in self.parts
+            if (prompt_result := self.prompt(key[0])) is not None
+        }
 
     def prompt(self, name: str) -> PromptResult | None:
         """Return what was reported about a request's prompt."""

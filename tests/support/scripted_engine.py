@@ -92,6 +92,7 @@ class ScriptedEngine:
     def _save(self, tx: Session, model_id: ModelId, request: requests.SaveWeights, now: float) -> results.Result:
         row = models.get(tx, model_id)
         assert row is not None
+
         artifact = f"artifact-{len(self.seen)}"
         if request.name is None:
             assert request.sampling_session_id is not None
@@ -123,7 +124,7 @@ class ScriptedEngine:
 
 
 def _samples(request: requests.Sample) -> results.SampleOutput:
-    """Return ascending tokens with logprobs of -1; those of the prompt are -2."""
+    """Return ascending tokens with logprobs of -1. Prompt logprobs are -2."""
     count = request.params.max_tokens or 4
     sequence = results.SampledSequence(
         tokens=np.arange(count, dtype=np.int32), logprobs=np.full(count, -1.0, np.float32), stop_reason="length"

@@ -18,7 +18,7 @@ _PATIENCE_S = 60.0
 
 
 class RunningEngine:
-    """One engine on a thread of its own, with its own connections and backend."""
+    """One engine on a separate thread, with separate connections and a separate backend."""
 
     def __init__(self, harness: EngineHarness, backend: AbstractBackend) -> None:
         self._stop = threading.Event()
@@ -59,7 +59,7 @@ class RunningEngine:
 
 
 class SeveralEngines:
-    """Engines on one database; leaving the context stops those that run."""
+    """Multiple engines on one database. Leaving the context stops all running engines."""
 
     def __init__(self, harness: EngineHarness, num_engines: int) -> None:
         assert harness.settings.engines > 1

@@ -35,8 +35,8 @@ VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
 """Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""
 OWN: dict[str, dict[str, Any]] = {
-    **{each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS, OUTPUT_NORMS)},
-    **{each: {"num_layers": 4} for each in (HYBRID, HYBRID_MOE, BY_HEAD)},
+    **{name: {"keys": {"sliding_window": 9}} for name in (WINDOWS, SINKS, OUTPUT_NORMS)},
+    **{name: {"num_layers": 4} for name in (HYBRID, HYBRID_MOE, BY_HEAD)},
     MAMBA: {"keys": {"ssm_state_size": 64}},  # a state as large as many positions
 }
 """Further arguments of some. The window is shorter than prompts and slices; four layers are one cycle."""

@@ -1,4 +1,4 @@
-"""The torch backend of `examples/torch_backend` without an installation, in this process and for others."""
+"""The backend of `examples/torch_backend`, usable in this process and child processes without installation."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ def torch_spec() -> BackendSpec:
 def torch_environment(directory: Path) -> Mapping[str, str]:
     """Return an environment in which the distribution is found; its metadata is written into `directory`.
 
-    One thread for each process: those of torch spin on shared cores.
+    Each process gets one thread, because torch threads spin on shared cores.
     """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     metadata = directory / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"

@@ -58,9 +58,9 @@ class StubOptions:
     other_seeds: list[int] = field(default_factory=list[int])
     """Added to the seeds of the next streams, one each."""
     ignores_adapters: bool = False
-    """Samples of adapters are those of the base model."""
+    """Samples with an adapter equal the base model's samples."""
     logprob_error: float = 0.0
-    """Added to the log-probabilities of sampled tokens, not to those of prompts."""
+    """Added to the log-probabilities of sampled tokens, not to log-probabilities of prompts."""
     is_paused: bool = False
     """Streams send nothing."""
 
@@ -199,11 +199,13 @@ class VllmStub:
             return _error(404, f"The model `{model}` does not exist.")
         if not 0 <= sampling.get("temperature", 1.0) <= 2:
             return _error(400, f"temperature must be in [0, 2], got {sampling['temperature']}.")
+
         for kind in ("logprobs", "prompt_logprobs"):
             if (sampling.get(kind) or 0) > options.max_logprobs:
                 name = "sample" if kind == "logprobs" else "prompt"
                 most = options.max_logprobs
                 return _error(400, f"Requested {name} logprobs of {sampling[kind]}, which is greater than max {most}")
+
         sampler = None if options.ignores_adapters else self._samplers.get(model)
         call = _Call(self, body, RequestId(f"stub-{next(self._numbers)}"), sampler)
         if body.get("stream"):
@@ -286,6 +288,7 @@ class _Call:
             options.error_events -= 1
             yield _event({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
             return
+
         try:
             async for delta in self._stub.deltas(self._request):
                 while options.is_paused:
@@ -301,6 +304,7 @@ class _Call:
         except (asyncio.CancelledError, GeneratorExit):
             self._stub.aborted.append(self._request.request_id)
             raise
+
         yield "data: [DONE]\n\n"
 
     def _choice(self, delta: SampleDelta) -> dict[str, Any]:
@@ -316,12 +320,13 @@ class _Call:
     def _entry(self, delta: SampleDelta, place: int, count: int) -> dict[str, Any]:
         """Return the sampled token, then the likeliest ones, all in one list of at most `count`."""
         assert delta.topk is not None
+
         token, own = int(delta.tokens[place]), float(delta.logprobs[place])
         ids, values = delta.topk.token_ids[place], delta.topk.logprobs[place].astype(np.float64)
         params = self._request.params
         temperature = params.temperature or 1.0
         if self._options.logprobs_mode == "raw_logprobs" and temperature != 1:
-            scale = np.log(np.exp(values * temperature).sum())  # only of what is known
+            scale = np.log(np.exp(values * temperature).sum())  # only over the known log-probabilities
             own, values = own * temperature - scale, values * temperature - scale
         elif params.temperature and (params.top_k > 0 or params.top_p < 1):
             before = np.cumsum(np.exp(values)) - np.exp(values)
@@ -333,8 +338,8 @@ class _Call:
         best = {token: (own, rank)}
         best |= {int(ids[i]): (float(values[i]), i + 1) for i in range(min(count, len(ids)))}
         rows = [
-            {"token_id": each, "logprob": _clamp(logprob), "rank": place}
-            for each, (logprob, place) in list(best.items())[: max(count, 1)]
+            {"token_id": top_token, "logprob": _clamp(logprob), "rank": place}
+            for top_token, (logprob, place) in list(best.items())[: max(count, 1)]
         ]
         own += self._options.logprob_error
         return {"token_id": token, "logprob": _clamp(own), "rank": rank, "top_logprobs": rows}
@@ -352,7 +357,7 @@ def _prompt_rows(request: SampleRequest, delta: SampleDelta) -> list[dict[str, A
         row = {str(int(request.prompt[place])): float(found.logprobs[place])}
         if found.topk is not None:
             ids, values = found.topk.token_ids[place], found.topk.logprobs[place]
-            row = row | {str(int(each)): float(value) for each, value in zip(ids, values, strict=True)}
+            row = row | {str(int(top_token)): float(value) for top_token, value in zip(ids, values, strict=True)}
         rows.append({token: {"logprob": value, "rank": 1, "decoded_token": None} for token, value in row.items()})
     return rows
 

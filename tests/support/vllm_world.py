@@ -110,7 +110,7 @@ def begin(sampler: VllmSampler, *requests: SampleRequest) -> None:
 
 
 def until(sampler: VllmSampler, is_met: Callable[[list[SampleDelta]], object]) -> list[SampleDelta]:
-    """Step until the deltas are as wanted, or no sample is open; return those that say something."""
+    """Step until the deltas meet a condition or no sample is open, and return all non-empty deltas."""
     deltas: list[SampleDelta] = []
     while not is_met(deltas) and (new := sampler.step_sample()):
         deltas += [delta for delta in new if delta.tokens.size or delta.stop_reason or delta.error]

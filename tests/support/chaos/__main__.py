@@ -49,6 +49,7 @@ def kill(
     """
     undisturbed = {num_tenants: run(replace(server, num_engines=1), num_tenants, []) for num_tenants in tenants}
     tally = Tally(server.name + where)
+
     while tally.kills.total() < num_kills:
         num_tenants, started = tenants[tally.num_runs % len(tenants)], time.monotonic()
         kills = random_kills(seed, KILLS_A_RUN * server.num_engines)
@@ -63,6 +64,7 @@ def kill(
         about = f"{tally.name}, seed {seed}, {num_tenants} tenants: {found.done.total()} kills"
         print(f"{about}, {time.monotonic() - started:.0f} s", *differing[:5], sep="\n  ", flush=True)
         seed += 1
+
     return tally
 
 
@@ -96,6 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     logging.disable()  # the SDK logs every lost connection
+
     with ExitStack() as stack:
         is_postgresql = arguments.postgresql or arguments.engines > 1
         databases = stack.enter_context(PostgresqlServer()).new_database if is_postgresql else lambda: None
@@ -113,6 +116,7 @@ def main() -> None:
             for number, server in requested
             if number
         ]
+
     show(tallies)
     raise SystemExit(1 if any(tally.num_unequal and "bfloat16" not in tally.name for tally in tallies) else 0)
 

@@ -26,11 +26,13 @@ def run(url: str, base_model: str, tenant: int) -> Transcript:
     training = service.create_lora_training_client(base_model, rank=4, seed=tenant).result()
     transcript: Transcript = []
     steps = _Steps(training, transcript)
+
     for step in range(NUM_SUPERVISED):
         batches = [[_datum(tenant, step, row) for row in range(1 + row_step)] for row_step in range(1 + step % 2)]
         steps.submit(batches, "cross_entropy")
         if step == NUM_SUPERVISED // 2:
             training.save_state("middle").result()
+
     steps.finish()
     for turn in range(NUM_REINFORCED):
         sampler = training.save_weights_and_get_sampling_client().result()
@@ -39,12 +41,14 @@ def run(url: str, base_model: str, tenant: int) -> Transcript:
     saved = training.save_state("last").result()
     pending = training.forward_backward([_datum(tenant, 900, 0)], "cross_entropy")
     copy = service.create_training_client_from_state_with_optimizer(saved.path).result()
+
     for client, step in ((copy, 901), (training, 902)):  # the second adds to the pending gradient
         steps = _Steps(client, transcript)
         steps.submit([[_datum(tenant, step, 0)]], "cross_entropy")
         steps.finish()
         transcript.append(_make_record("forward", client.forward([_datum(tenant, 903, 0)], "cross_entropy").result()))
         client.save_state("end").result()
+
     transcript.append(_make_record("pending", pending.result()))
     return transcript
 
@@ -70,7 +74,7 @@ class _Steps:
 
     def _record(self) -> None:
         passes, step = self._waiting.pop(0)
-        self._transcript.extend(_make_record("pass", each.result()) for each in passes)
+        self._transcript.extend(_make_record("pass", future.result()) for future in passes)
         self._transcript.append(("step", sorted((step.result().metrics or {}).items())))
 
 
@@ -82,6 +86,7 @@ def _rollouts(
     prompts = [[5 + tenant, 7 + turn, 11], [3, 4, 5, 6 + tenant]]
     futures = [sampler.sample(types.ModelInput.from_ints(prompt), 2, params) for prompt in prompts]
     data: list[types.Datum] = []
+
     for prompt, future in zip(prompts, futures, strict=True):
         for number, sequence in enumerate(future.result().sequences):
             drawn, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
@@ -98,6 +103,7 @@ def _rollouts(
                 "advantages": np.array(advantages, np.float32),
             }
             data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+
     return data
 
 
@@ -109,5 +115,5 @@ def _datum(*seed: int) -> types.Datum:
 
 
 def _make_record(name: str, output: types.ForwardBackwardOutput) -> tuple[str, Any]:
-    logprobs = [each["logprobs"].to_numpy().tobytes().hex() for each in output.loss_fn_outputs]
+    logprobs = [output_values["logprobs"].to_numpy().tobytes().hex() for output_values in output.loss_fn_outputs]
     return name, (sorted(output.metrics.items()), logprobs)

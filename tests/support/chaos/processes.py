@@ -60,7 +60,7 @@ class Kill:
 
 
 def random_kills(seed: int, num_kills: int) -> list[Kill]:
-    """Return a schedule: mostly of the engine, 60% at crash points, each of which comes once before any repeats."""
+    """Return a schedule that mostly kills the engine, 60% at crash points. No point repeats before all were used."""
     dice = random.Random(seed)
     decks: dict[Victim, list[Point]] = {"engine": [], "api": []}
     kills: list[Kill] = []
@@ -70,7 +70,7 @@ def random_kills(seed: int, num_kills: int) -> list[Kill]:
         if victim != "both" and dice.random() < 0.6:
             decks[victim] = decks[victim] or _shuffle(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
             if not any(kill.victim == victim for kill in kills):  # a replay needs an earlier kill
-                decks[victim].sort(key=lambda each: not each.startswith("replay"))
+                decks[victim].sort(key=lambda card: not card.startswith("replay"))
             point = decks[victim].pop()
         kills.append(
             Kill(victim, point, dice.randint(1, _MAX_COUNT_AT.get(point, _MAX_COUNT)), dice.uniform(0.05, 0.8))
@@ -150,6 +150,7 @@ class ServerProcesses:
 
     def _run(self, role: Role, number: int, kills: Sequence[Kill]) -> None:
         left = list(kills)
+
         while not self._end.is_set():
             kill = left[0] if left else None
             process = self._start(role, number, kill)
@@ -196,7 +197,7 @@ class ServerProcesses:
         return False
 
     def _compare_results(self) -> None:
-        """Compare the stored results with those of the last call."""
+        """Count stored results that have changed since the last call."""
         wanted = "SELECT request_id, result FROM requests WHERE result IS NOT NULL"
         found = dict(rows(self.data_dir, self.database_url, wanted))
         with self._lock:

@@ -1,6 +1,7 @@
 """A run of one or two training clients on a server whose processes are killed by a schedule.
 
-Results, saved weights and the log on disk are compared with those of the same clients on an undisturbed server.
+Results, saved weights and the log on disk must equal a run of the same clients on an undisturbed
+server.
 """
 
 import hashlib
@@ -116,12 +117,14 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], network: Networ
             server.slowness,
             server.num_engines,
         )
+
         try:
             with processes, network(processes.url) as url:
                 transcripts = run_tenants(url, server.base_model, num_tenants)
         except BaseException as error:
             error.add_note(f"{kills}\n{processes.log_path.read_text()[-8000:]}")
             raise
+
         return _read_outcome(processes, transcripts)
 
 
@@ -152,7 +155,7 @@ def _read_outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> 
 
 _HISTORY = {
     "point": 'SELECT model_id, kind, step, tokens, datums, "values" FROM run_points',
-    # A prefix cache is empty after a kill, so tokens that were cached count as others.
+    # A prefix cache is empty after a kill, so cached tokens count like other prefill tokens.
     "usage": "SELECT model_id, REPLACE(kind, '_cached', '') AS work, CAST(SUM(tokens) AS BIGINT),"
     " CAST(SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END) AS BIGINT)"  # PostgreSQL sums to a decimal
     " FROM usage GROUP BY session_id, owner, model_id, work",
@@ -183,12 +186,14 @@ def _hash(artifact: Path) -> str:
 def find_differences(found: Outcome, undisturbed: Outcome) -> list[str]:
     """Return all differences between a run and the undisturbed one; the guarantee is that there are none."""
     differing: list[str] = []
+
     for tenant, (one, other) in enumerate(zip(found.transcripts, undisturbed.transcripts, strict=True)):
         differing += [
             f"tenant {tenant}, line {line}: {a} is not {b}"
             for line, (a, b) in enumerate(zip(one, other, strict=True))
             if a != b
         ]
+
     if found.kinds != undisturbed.kinds:
         differing.append(f"requests {found.kinds} are not {undisturbed.kinds}")
     if found.weights != undisturbed.weights:

@@ -278,6 +278,7 @@ def _blanks(path: str, target: Target) -> Iterator[tuple[str, Blank]]:
         inner = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
         whole = target.ids | {"forward_backward_input": inner}
         named |= {f"pass {place}": cast(Json, value) for place, value in _with_blank(whole, "")}
+
     for name, value in named.items():
         for kind, (opening, closing) in {"": ("[", "]"), " by name": ("{", "}")}.items():
             start, end = json.dumps(value).split(json.dumps(_BLANK))
@@ -337,6 +338,7 @@ def main() -> None:
     arguments = parser.parse_args()
     worst: dict[str, list[tuple[Attack, Cost]]] = {}
     num_found = num_calls = 0
+
     with running_target() as target:
         for number, attack in enumerate(iterate_attacks(target)):
             if number % arguments.every:
@@ -348,17 +350,23 @@ def main() -> None:
                 if cost.is_excessive:
                     num_found += 1
                     print(f"{attack.name}: {cost}", flush=True)
+
     print(f"{num_calls} calls")
     print("| route | calls | peak memory | of | bytes | longest health check | of | bytes |")
     print("|---|---|---|---|---|---|---|---|")
+
     for path, made in worst.items():
-        large, slow = max(made, key=lambda each: each[1].growth_bytes), max(made, key=lambda each: each[1].waited_s)
+        large, slow = (
+            max(made, key=lambda measured: measured[1].growth_bytes),
+            max(made, key=lambda measured: measured[1].waited_s),
+        )
         print(
             f"| {path} | {len(made)} | {large[1].growth_bytes / 2**20:.0f} MiB | {large[0].name} "
             f"| {large[1].num_bytes:,} | {slow[1].waited_s * 1000:.0f} ms | {slow[0].name} | {slow[1].num_bytes:,} |"
         )
+
     of_size = [(attack, cost) for made in worst.values() for attack, cost in made if cost.num_bytes <= FEW_BYTES]
-    slowest = sorted(of_size, key=lambda each: each[1].waited_s, reverse=True)[:3]
+    slowest = sorted(of_size, key=lambda pair: pair[1].waited_s, reverse=True)[:3]
     print(f"{len(of_size)} calls of at most {FEW_BYTES:,} bytes; the longest health checks during them:")
     for attack, cost in slowest:
         print(f"  {cost.waited_s * 1000:.0f} ms: {attack.path}, {attack.name}, {cost.num_bytes:,} bytes")

@@ -42,7 +42,11 @@ def list_routes(server: Server) -> list[Route]:
         Route(
             method.upper(),
             path,
-            tuple((each["name"], each["schema"]) for each in found.get("parameters", ()) if each["in"] == "query"),
+            tuple(
+                (parameter["name"], parameter["schema"])
+                for parameter in found.get("parameters", ())
+                if parameter["in"] == "query"
+            ),
         )
         for path, methods in paths.items()
         for method, found in methods.items()
@@ -74,14 +78,16 @@ def create_ids(server: Server) -> dict[str, str]:
 
 def schemas(kind: type[BaseModel] = WireModel) -> list[type[BaseModel]]:
     """Return the schemas of all objects that clients send."""
-    return [each for child in kind.__subclasses__() for each in (child, *schemas(child))]
+    return [schema for child in kind.__subclasses__() for schema in (child, *schemas(child))]
 
 
 def find_schemas(path: str) -> list[type[BaseModel]]:
     """Return the schema named like the route, or all schemas if there is none."""
     words = path.rsplit("/", 1)[-1].replace("_", "")
     requests = [schema for schema in schemas() if schema.__name__.endswith("Request")]
-    return [each for each in requests if words.endswith(each.__name__.removesuffix("Request").lower())] or requests
+    return [
+        schema for schema in requests if words.endswith(schema.__name__.removesuffix("Request").lower())
+    ] or requests
 
 
 def generate_values(schema: Json, defs: Json, ids: Mapping[str, str], name: str = "") -> st.SearchStrategy[Any]:
@@ -196,6 +202,7 @@ def _texts(schema: Json, ids: Mapping[str, str]) -> st.SearchStrategy[str]:
 def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
     """Make a call and check the response. Raises ServerError, Hang or Finding."""
     said = f"{route.method} {attempt.place} {attempt.query} {attempt.headers} {attempt.body!r}"
+
     with tally.watch():
         try:
             answer = server.client.request(
@@ -210,6 +217,7 @@ def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
             raise Hang(said) from error
         except httpx.TransportError as error:
             raise ServerError(f"{said}: {error!r}") from error
+
     tally.statuses[answer.status_code] = tally.statuses.get(answer.status_code, 0) + 1
     if answer.status_code >= 500:
         raise ServerError(f"{said}: {answer.status_code} {answer.text}")
@@ -218,7 +226,7 @@ def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
 
 
 def _message(body: dict[str, Any]) -> object:
-    """Return the message of an error: a `detail`, or that of the OpenAI and Anthropic forms."""
+    """Return the message of an error, from `detail` or from the OpenAI or Anthropic format."""
     return body.get("detail") or body.get("error", {}).get("message")
 
 

@@ -130,6 +130,7 @@ def main() -> None:
     print("| target | inputs | 5xx | crashes | hangs | other | peak memory | slowest | minutes |")
     print("|---|---|---|---|---|---|---|---|---|")
     num_found = 0
+
     for name in (ROUTES, *DECODERS):
         number = arguments.route_inputs if name == ROUTES else arguments.decoder_inputs
         if not number:
@@ -146,6 +147,7 @@ def main() -> None:
         process.join()
         num_found += row.found.total()
         print(_line(name, row, (time.monotonic() - started) / 60), flush=True)
+
     raise SystemExit(1 if num_found else 0)
 
 

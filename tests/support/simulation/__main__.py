@@ -60,6 +60,7 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
     batches = [(seeds[start : start + _BATCH], kinds) for start in range(0, len(seeds), _BATCH)]
     num_run = num_requests = num_faults = num_engines = num_violating = 0
     digest = 0
+
     with contextlib.ExitStack() as stack:
         if options.jobs == 1:
             workers.prepare(options.plain)
@@ -73,6 +74,7 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
             )
             stack.callback(pool.shutdown, cancel_futures=True)
             found = pool.map(workers.run_batch, batches)
+
         for outcomes in found:
             for outcome in outcomes:
                 num_run += 1
@@ -90,6 +92,7 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
                     )
             if num_violating >= options.most_violations:
                 break
+
     seconds = time.perf_counter() - started
     print(
         f"{num_run} histories, {num_requests} requests, {num_faults} faults, {num_engines} engines, "

@@ -151,7 +151,7 @@ class Client:
     # Requests
 
     def send(self, sent: Sent) -> Sent:
-        """Send a request and fetch its result, at the same time as others."""
+        """Send a request and fetch its result, concurrently with other requests."""
         self.spawn(lambda: self._exchange(sent), sent.kind)
         return sent
 
@@ -221,6 +221,7 @@ class Client:
         """Make a pass of one or two short sequences."""
         data: list[Datum] = []
         wire: list[dict[str, Any]] = []
+
         for _ in range(self.draw.choice((1, 1, 2))):
             tokens = [self.draw.randrange(1, _MAX_TOKEN) for _ in range(self.draw.randrange(2, 5))]
             targets = [self.draw.randrange(1, _MAX_TOKEN) for _ in tokens]
@@ -233,6 +234,7 @@ class Client:
                     "loss_fn_inputs": {"target_tokens": {"data": targets, "dtype": "int64"}},
                 }
             )
+
         request = ModelPass(data=tuple(data), loss="cross_entropy", loss_config={}, backward=backward)
         body = {"data": wire, "loss_fn": "cross_entropy"}
         if backward:
@@ -303,6 +305,7 @@ def train(client: Client) -> None:
     draw, plan = client.draw, client.world.plan
     model = client.create_model()
     saved: list[Sent] = []
+
     for _ in range(draw.choice((1, 1, 1, 1, 1, 2))):
         group = [client.new_pass(model, first_token=_special(client)) for _ in range(draw.choice((1, 1, 1, 2, 3)))]
         if draw.random() < 0.15:
@@ -327,6 +330,7 @@ def train(client: Client) -> None:
             client.scheduler.sleep(draw.uniform(8.0, 14.0))
         if draw.random() < 0.15:
             _intrude(client)
+
     for save in saved:
         save.is_done.wait()
         if save.has_failed:
@@ -337,6 +341,7 @@ def train(client: Client) -> None:
             model = client.load_model(save, optimizer=draw.random() < 0.5)
             _send_together(client, [client.new_pass(model)])
             _send_in_turn(client, client.new_optim_step(model))
+
     if draw.random() < 0.3:
         _send_in_turn(client, client.new_pass(model, backward=False))
 
@@ -375,6 +380,7 @@ def _intrude(client: Client) -> None:
         asked.append((training.get_info, {"model_id": other.models[0].model_id}))
         asked.append((training.optim_step, {"model_id": other.models[0].model_id, "seq_id": 999, "adam_params": {}}))
     route, body = client.draw.choice(asked)
+
     try:
         status, answer = client.world.call(client.key, route, body)
         if status not in (404, 410, 408, 503) or (status == 408 and "queue_state_reason" not in answer):

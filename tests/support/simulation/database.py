@@ -91,11 +91,13 @@ class Database:
         self.writer, self.reader = self._engine(writes=True), self._engine(writes=False)
         database.upgrade(self.writer)
         self.keys: dict[str, str] = {}
+
         with database.Session(self.writer) as tx:
             for owner in ("ann", "bob", "operator"):
                 scope = "admin" if owner == "operator" else "user"
                 self.keys[owner], _ = keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0)
             tx.commit()
+
         self.template = self.connection.serialize()
         self.statements = FastSession.statements = Statements(self.connection, self.reader.dialect.do_begin)  # type: ignore[arg-type]
         self.substitutes: list[tuple[object, object]] = [(EXECUTE, self.statements.execute), (Session, FastSession)]

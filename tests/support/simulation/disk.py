@@ -75,6 +75,7 @@ class Disk:
         durable = {name: inode for name, inode in self._entries.get(root, {}).items() if "." not in name[1:]}
         names = {inode: name for name, inode in durable.items()}, {inode: name for name, inode in now.items()}
         kept: dict[str, dict[str, bytes]] = {}
+
         for inode in sorted({*durable.values(), *now.values()}):
             is_flushed = self._scheduler.random.random() < 0.5
             name = names[0 if is_flushed else 1].get(inode)
@@ -83,14 +84,17 @@ class Disk:
             present = names[1].get(inode)
             entries = self._entries.get(inode) if is_flushed or present is None else _entries(self.root / present)
             kept[name] = {file: self._content(node, present, file) for file, node in (entries or {}).items()}
+
         stamps = {name: (self.root / name).stat().st_mtime for name in now}
         for name in now:
             shutil.rmtree(self.root / name)
+
         for name, files in kept.items():
             (self.root / name).mkdir(mode=0o700)
             for file, content in files.items():
                 (self.root / name / file).write_bytes(content)
             os.utime(self.root / name, (stamps.get(name, self._scheduler.wall),) * 2)
+
         self._files, self._entries = {}, {}
         for folder in (self.root, *filter(Path.is_dir, self.root.iterdir())):
             self._entries[folder.stat().st_ino] = _entries(folder)

@@ -27,6 +27,7 @@ class EventLoop(asyncio.AbstractEventLoop):
 
     def _run(self) -> None:
         events._set_running_loop(self)
+
         try:
             while not self._is_closed:
                 now = self.time()

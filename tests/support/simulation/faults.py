@@ -59,7 +59,7 @@ class Plan:
 _TIMES_S = {"read": 0.004, "committed": 0.004}
 """The longest time of a read and of a commit. The product's loops wait longer after they have worked longer."""
 ALONE = ("old_database", "greedy_owner", "crowd", "pages", "clock_steps")
-"""Kinds that have clients of their own, or change what clients may expect."""
+"""Kinds with special clients, or that change the results clients may expect."""
 
 
 def draw_plan(draw: random.Random, kinds: tuple[str, ...]) -> Plan:

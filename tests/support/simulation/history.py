@@ -171,6 +171,7 @@ class Simulator:
         world = World(scheduler, self._database, directory, plan, trace)
         history = History(world)
         names = {**IDLE_PERIODS, ("skyrl_tx.store.database", "_make_dialect"): world.dialect}
+
         try:
             with (
                 warnings.catch_warnings(),
@@ -182,6 +183,7 @@ class Simulator:
                 for client in history.clients:
                     scheduler.end(client.process)
                     scheduler.bury(client.process)
+
             for error in world.thread_errors:
                 history.violate(f"a thread of the product ended: {error}")
             if not history.violations:
@@ -195,6 +197,7 @@ class Simulator:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of killed processes
                     gc.collect()
+
         return Outcome(
             seed=seed,
             violations=history.violations,

@@ -1,4 +1,4 @@
-"""Checks a history against a model of what the server promises.
+"""Check a history against a model of the server's guarantees.
 
 The model is the fake backend itself, driven in one thread by the requests that clients sent: each takes effect once, in
 the order of its sequence number, and its result is a function of the model's earlier requests alone.
@@ -58,6 +58,7 @@ class Oracle:
             if not self._may_fail(model.log[0]):
                 yield f"{name} could not be created: {model.log[0].result}"
             return
+
         for sent in self._in_order_of_effect(model):
             what = f"{sent.kind} {sent.seq_id} of {name}"
             assert sent.row is not None, what
@@ -177,6 +178,7 @@ class Oracle:
     def _artifact_findings(self) -> Iterator[str]:
         """Yield the named saves whose files are missing or wrong."""
         artifacts = LocalArtifacts(self._history.world.disk.root)
+
         for path, expected in self._saved.items():
             if not path.startswith("tinker://"):
                 continue

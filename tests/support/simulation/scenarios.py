@@ -1,4 +1,4 @@
-"""Histories with clients of their own: each tries one promise that training alone does not."""
+"""Histories with special clients. Each tests a guarantee that training alone does not cover."""
 
 import sys
 from collections.abc import Callable
@@ -117,10 +117,10 @@ def crowd(history: "History") -> None:
         first = _num_completed(history)
         name = client.sampling_session(None)
         asked = [client.call(sampling.asample, _prompt(name, number, max_tokens=8)) for number in range(3)]
-        for each in asked:
-            client.call(futures.retrieve_future, {"request_id": each["request_id"]})
+        for promise in asked:
+            client.call(futures.retrieve_future, {"request_id": promise["request_id"]})
         orders = "SELECT answer_order FROM requests WHERE request_id = ?"
-        last = max(world.database.rows(orders, each["request_id"])[0][0] for each in asked)
+        last = max(world.database.rows(orders, promise["request_id"])[0][0] for promise in asked)
         num_passed = _num_completed(history, last) - first - len(asked)
         if num_passed > _MOST_PASSED:
             client.violate(f"{num_passed} samples of another owner ended before its {len(asked)}")

@@ -115,8 +115,8 @@ class Scheduler:
             pass
         fiber.is_done = True
         fiber.process.fibers.pop(fiber, None)
-        for each in fiber.joining:
-            self.wake(each, on=fiber)
+        for waiter in fiber.joining:
+            self.wake(waiter, on=fiber)
         following = self._next()
         assert fiber.carrier is not None
         _Carrier.idle.append(fiber.carrier)

@@ -25,7 +25,7 @@ EXECUTE = database.execute
 
 
 class _Rows(IteratorResult[Any]):
-    """The result of a prepared statement, as far as the product uses `CursorResult`."""
+    """The result of a prepared statement, with the parts of `CursorResult` that the product uses."""
 
     returns_rows = True
     rowcount = -1
@@ -129,6 +129,7 @@ class Statements:
             return EXECUTE(tx, statement, parameters)
         tx.flush()
         tx.begin_for(self)  # type: ignore[attr-defined]
+
         try:
             return prepared.execute(self._connection, parameters or {})
         except sqlite3.Error:
@@ -159,7 +160,7 @@ class FastSession(Session):
         self._is_reading = False
 
     def begin_for(self, statements: Statements) -> None:
-        """Begin the transaction. One that only reads needs none of SQLAlchemy's objects."""
+        """Begin the transaction. A read-only transaction needs no SQLAlchemy objects."""
         if not self._only_reads:
             self.connection()
         elif not self._is_reading:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Standing:
-    """A module in the place of another one: names that it does not define are those of the other."""
+    """Replaces some names of a module. All other names come from the original module."""
 
     def __init__(self, module: object, **names: object) -> None:
         self._module = module
@@ -210,6 +210,7 @@ def install_substitutes(
     methods = {name: getattr(Future, name) for name in ("result", "exception")}
     for name, method in methods.items():
         setattr(Future, name, _make_waiter(scheduler, method))
+
     try:
         yield
     finally:

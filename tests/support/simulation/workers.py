@@ -1,4 +1,4 @@
-"""Histories in a process of their own. Child processes import this module, because they cannot import `__main__`."""
+"""Run histories in child processes, which import this module because they cannot import `__main__`."""
 
 import atexit
 import logging

@@ -136,7 +136,7 @@ class Api:
     def receive(
         self, exchange: _Exchange, key: str, route: Callable[..., Any], body: Any, path: dict[str, Any]
     ) -> None:
-        """Handle a call on a fiber of its own, or for a long poll on the event loop."""
+        """Handle a call on a new fiber, or on the event loop if it is a long poll."""
         if self.process.is_dead or self._loop is None or self.context is None:
             exchange.lose()
             return
@@ -239,10 +239,10 @@ class EngineProcess:
         self._world.scheduler.kill(self.process)
 
     def crash(self) -> None:
-        """End the process in the way of an invalid memory access.
+        """End the process as an invalid memory access would.
 
-        No parent sees that of an engine that runs alone, and the request is tried again without end: there the device
-        is lost instead.
+        An engine without a supervisor has no parent that sees the crash, and the request would be retried
+        forever. In that case the device is lost instead.
         """
         if self._records_crashes:
             raise BackendLost("the device was lost")
@@ -252,9 +252,11 @@ class EngineProcess:
     def _run(self) -> None:
         world = self._world
         world.trace("starts")
+
         try:
             try:
                 self.store = engine_process.open_store(world.engine_settings, self.stop)  # pyright: ignore
+
                 try:
                     device = Device(CONFIG.model_copy(update=world.plan.device), world.faults.use_device, self.crash)
                     artifacts = LocalArtifacts(world.disk.root)
@@ -278,6 +280,7 @@ class EngineProcess:
             self._end(dataclasses.replace(end, is_final=False))
         else:
             self._end(_STOPPED)
+
         world.scheduler.kill(self.process)
 
     def _on_stuck(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of clients on one event loop and plain sockets, each of which polls one future after another."""
+"""Thousands of clients on one event loop and plain sockets. Each polls one future after another."""
 
 import asyncio
 import contextlib
@@ -172,6 +172,7 @@ class Clients:
         await connection.result(created["request_id"])
         _, created = await connection.post("create_sampling_session", sampling_session_seq_id=0, **common)
         turn, seq_ids, prompts = asyncio.Lock(), count(1), count()
+
         async with asyncio.TaskGroup() as group:
             for number in range(num_futures):
                 if number % 2:

@@ -123,11 +123,13 @@ async def _minute(
     before, done, first_failure = measurements.statuses.copy(), measurements.num_done, len(measurements.failures)
     wakes: list[float] = []
     lags: list[float] = []
+
     while time.monotonic() < end:
         lags += await _lags_ms(min(_INTERVAL_S, max(end - time.monotonic(), 0)))
         if work.done():
             work.result()
         wakes += await asyncio.to_thread(_wakes_ms, plan, data_dir, measurements.take_arrivals()[-_MAX_ARRIVALS:])
+
     statuses = measurements.statuses - before
     return Minute(
         number=(index + 1) * plan.row_s / 60,
@@ -189,6 +191,7 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the server first
     print(HEADER, flush=True)
+
     with PostgresqlServer(is_durable=True) if arguments.postgresql else nullcontext() as postgresql:
         minutes = soak(
             Plan(
@@ -200,4 +203,5 @@ def main() -> None:
                 database_url=None if postgresql is None else postgresql.new_database(),
             )
         )
+
     raise SystemExit(1 if any(minute.num_5xx or minute.failures for minute in minutes) else 0)

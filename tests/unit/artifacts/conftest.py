@@ -38,7 +38,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def open_here(bucket: Bucket, tmp_path: Path) -> Open:
-    """Return a function that opens the artifacts on one of several machines."""
+    """Return a function that opens the artifacts on one of multiple machines."""
 
     def open_on(machine: str = "first", max_bytes: int = 2**30) -> ObjectArtifacts:
         return ObjectArtifacts(bucket, ArtifactCache(tmp_path / machine, max_bytes=max_bytes))

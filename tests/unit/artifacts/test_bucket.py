@@ -1,4 +1,4 @@
-"""A store of the S3 protocol that fails: refusals, time-outs, cut and lost messages, slow answers."""
+"""A failing S3 store: rejected requests, timeouts, truncated and lost messages, slow responses."""
 
 import logging
 import traceback
@@ -17,7 +17,7 @@ from tests.support.flaky_proxy import FAULTS, Fault, flaky_proxy
 from tests.support.s3_server import SECRET_KEY, S3Server, variables
 
 PART = 5 * 2**20
-"""The least size of a part that S3 takes."""
+"""The minimum part size in S3."""
 CLIENT = {"timeout": timedelta(seconds=30), "allow_http": True}
 IMPATIENT = {**CLIENT, "timeout": timedelta(seconds=5)}
 RETRY = {
@@ -40,7 +40,7 @@ def write(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", [*FAULTS, "refuse", pytest.param("stall", marks=pytest.mark.slow)])
 def test_each_second_request_may_fail(server: S3Server, tmp_path: Path, monkeypatch, fault: Fault) -> None:
-    """Those for one object are counted together: a part of an upload fails, the manifest, and a range."""
+    """Every second request for an object fails: an upload part, the manifest and a range."""
     with flaky_proxy(server.url, lambda path, nth: fault if nth % 2 else None) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
@@ -60,6 +60,7 @@ def test_an_outage_is_reported_without_secrets(
     server: S3Server, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     caplog.set_level(logging.DEBUG)
+
     with flaky_proxy(server.url, lambda path, nth: fault) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
@@ -73,6 +74,7 @@ def test_an_outage_is_reported_without_secrets(
             lambda: bucket.get_modification_time("a"),
             lambda: bucket.delete(["a"]),
         ]
+
         for call in calls:
             with pytest.raises(ArtifactsUnreachable, match="the object store cannot") as caught:
                 call()
@@ -82,7 +84,10 @@ def test_an_outage_is_reported_without_secrets(
 
 
 def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server, tmp_path: Path, monkeypatch) -> None:
-    """An artifact is missing only if its bucket is there: otherwise models would be taken for lost."""
+    """An artifact is only missing if its bucket exists.
+
+    Otherwise models would be considered lost.
+    """
     for name, value in variables(server.url).items():
         monkeypatch.setenv(name, value)
     bucket = Bucket.open_url("s3://missing-bucket", client=CLIENT, retry=RETRY)
@@ -98,7 +103,7 @@ def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server,
 
 
 def test_no_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables("http://127.0.0.1:9").items():  # the port of no server
+    for name, value in variables("http://127.0.0.1:9").items():  # no server listens on this port
         monkeypatch.setenv(name, value)
     bucket = Bucket.open_url("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
     with pytest.raises(ArtifactsUnreachable, match="the object store cannot read a: no connection"):

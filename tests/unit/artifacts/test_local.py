@@ -63,7 +63,7 @@ def test_a_failed_creation_leaves_nothing(store: LocalArtifacts, tmp_path: Path)
 
 
 def test_an_interrupted_creation_is_invisible_and_removed(tmp_path: Path) -> None:
-    """A child process exits when everything is written and nothing renamed."""
+    """A child process exits after everything is written and before anything is renamed."""
     root = tmp_path / "artifacts"
     child = subprocess.run([sys.executable, "-c", EXIT_AT_RENAME, root])
     assert child.returncode == 9
@@ -80,7 +80,7 @@ def test_an_interrupted_creation_is_invisible_and_removed(tmp_path: Path) -> Non
 def test_a_creation_begins_again_if_its_directory_is_removed_at_once(
     store: LocalArtifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage collection of another process may see the directory before the creation has locked it."""
+    """Another process's garbage collection may see the directory before it is locked."""
     create = Path.mkdir
     removed: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""The place of the artifacts of a data directory."""
+"""The location of a data directory's artifacts."""
 
 import stat
 import sys
@@ -18,7 +18,7 @@ from skyrl_tx.artifacts import location as places
 from skyrl_tx.artifacts.objects import ObjectArtifacts
 
 
-def url_of(tmp_path: Path, name: str = "objects") -> str:
+def make_url(tmp_path: Path, name: str = "objects") -> str:
     return f"file://{tmp_path}/{name}"
 
 
@@ -58,19 +58,21 @@ def test_the_default_is_the_data_directory(data_dir: Path) -> None:
 
 
 def test_a_data_directory_names_its_object_store(data_dir: Path, tmp_path: Path) -> None:
-    made = open_artifacts(data_dir, url_of(tmp_path) + "/").create(lambda at: (at / "a.json").write_text("1") and None)
-    assert read_recorded_url(data_dir) == url_of(tmp_path)
+    made = open_artifacts(data_dir, make_url(tmp_path) + "/").create(
+        lambda at: (at / "a.json").write_text("1") and None
+    )
+    assert read_recorded_url(data_dir) == make_url(tmp_path)
     assert stat.S_IMODE((data_dir / "artifacts.url").stat().st_mode) == 0o600
     found = open_artifacts(data_dir)
-    assert isinstance(found, ObjectArtifacts) and found.location == url_of(tmp_path) and found.has(made.artifact_id)
-    with pytest.raises(InvalidLocation, match=f"the artifacts of {data_dir} are in {url_of(tmp_path)}"):
-        open_artifacts(data_dir, url_of(tmp_path, "others"))
+    assert isinstance(found, ObjectArtifacts) and found.location == make_url(tmp_path) and found.has(made.artifact_id)
+    with pytest.raises(InvalidLocation, match=f"the artifacts of {data_dir} are in {make_url(tmp_path)}"):
+        open_artifacts(data_dir, make_url(tmp_path, "others"))
 
 
 def test_a_data_directory_with_artifacts_keeps_them(data_dir: Path, tmp_path: Path) -> None:
     open_artifacts(data_dir).create(lambda at: (at / "a.json").write_text("1") and None)
     with pytest.raises(InvalidLocation, match="already contains artifacts; use another data directory"):
-        open_artifacts(data_dir, url_of(tmp_path))
+        open_artifacts(data_dir, make_url(tmp_path))
     assert read_recorded_url(data_dir) is None
 
 
@@ -86,7 +88,7 @@ def test_without_obstore_the_extra_is_named(data_dir: Path, monkeypatch: pytest.
 
 
 def test_a_damaged_database_is_forgotten_when_the_object_store_is_opened(data_dir: Path, tmp_path: Path) -> None:
-    open_artifacts(data_dir, url_of(tmp_path)).write_identity(Identity(store_id="remote-1", epoch=1))
+    open_artifacts(data_dir, make_url(tmp_path)).write_identity(Identity(store_id="remote-1", epoch=1))
     places.forget_identity(data_dir)
     assert open_artifacts(data_dir).read_identity() is None
     open_artifacts(data_dir).write_identity(Identity(store_id="remote-2", epoch=1))

@@ -66,7 +66,7 @@ def test_unknown_ids_are_missing(open_here: Open, name: str) -> None:
 
 
 def test_an_artifact_is_created_once(open_here: Open, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes create an artifact of the same name; neither sees the other's before it has written its files."""
+    """Two processes create an artifact with the same name, and neither sees the other before writing its files."""
     first, second = open_here(), open_here("second")
     made = first.create(write_adapter, CHECKPOINT, NAMED)
     assert second.create(lambda folder: pytest.fail("it exists"), {}, NAMED).files == made.files
@@ -84,7 +84,7 @@ def test_a_manifest_whose_answer_is_lost_is_committed(
     create = bucket.create
 
     def lose_answer(path: str, content: bytes) -> bool:
-        return create(path, content) and create(path, content)  # as if it were repeated
+        return create(path, content) and create(path, content)  # simulates a repeated request
 
     monkeypatch.setattr(bucket, "create", lose_answer)
     made = open_here().create(write_adapter, CHECKPOINT)
@@ -123,11 +123,13 @@ def test_a_kill_leaves_a_whole_artifact_or_none(tmp_path: Path, point: str, exis
         [sys.executable, "-c", CREATE, tmp_path / "data", url, NAMED], env={**os.environ, failpoints.VARIABLE: point}
     )
     assert killed.returncode == -9
+
     (tmp_path / "elsewhere").mkdir()
     store = places.open_artifacts(tmp_path / "elsewhere", url)
     assert isinstance(store, ObjectArtifacts)
     assert store.has(NAMED) == exists and store.list_ids() == [NAMED] * exists
     assert store.collect(set()) == [] and list((tmp_path / "objects").glob("art-*/*/a.safetensors"))
+
     if exists:
         assert (store.open(NAMED).path / "a.safetensors").read_bytes() == b"weights"
     else:
@@ -205,7 +207,7 @@ def test_the_trash_is_emptied_by_age_and_size(open_here: Open, bucket: Bucket) -
 
 
 def test_a_removal_and_a_restoration_at_the_same_time(open_here: Open, bucket: Bucket, monkeypatch) -> None:
-    """Either the artifact is whole and not in the trash, or its restoration has failed."""
+    """Either the artifact is complete and not in the trash, or restoring it has failed."""
     store, other = open_here(), open_here("second")
     made = store.create(write_adapter, CHECKPOINT)
     store.discard(made.artifact_id)

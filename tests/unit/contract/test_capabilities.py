@@ -10,7 +10,7 @@ from skyrl_tx.testing.fake.config import FakeConfig
 
 
 class VersionText(str):
-    """Text of a type that msgspec does not know, like that of `torch.__version__`."""
+    """A string subclass that msgspec does not know, for example `torch.__version__`."""
 
 
 def test_a_fingerprint_may_hold_subclasses_of_str():

@@ -1,4 +1,4 @@
-"""Records survive the trip through bytes, and nothing else does."""
+"""Records survive encoding and decoding, and other values are rejected."""
 
 import json
 import subprocess
@@ -139,5 +139,5 @@ assert len(outcomes) == 8 * len(empty)
 
 
 def test_threads_may_decode_the_first_records_at_once() -> None:
-    """Unless decoders are made beforehand, msgspec 0.22 ends most such processes with a segmentation fault."""
+    """Unless decoders are created in advance, msgspec 0.22 usually crashes here with a segmentation fault."""
     subprocess.run([sys.executable, "-c", _FIRST_IN_ALL_THREADS, *STORED_KINDS], check=True, timeout=60)

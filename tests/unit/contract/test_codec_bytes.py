@@ -18,7 +18,10 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SamplingSessio
 PINNED: Mapping[str, Mapping[str, str]] = json.loads(
     (Path(__file__).parents[2] / "golden" / "codec.json").read_text(encoding="utf-8")
 )
-"""Hex bytes by record, by the release that first wrote them. Add a release when a record gets a field; change none."""
+"""Hex bytes of each record, by the release that first wrote them.
+
+Add a release when a record gets a field, and never change existing bytes.
+"""
 
 Record = requests.Request | results.Result | requests.ModelSpec
 SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=8, seed=2**63, train_mlp=False))
@@ -142,8 +145,9 @@ RECORDS: Mapping[str, Record] = {
 
 
 def assert_equal(found: object, wanted: object) -> None:
-    """Compare records with arrays, bitwise."""
+    """Compare records that contain arrays, bit by bit."""
     assert type(found) is type(wanted)
+
     if isinstance(wanted, np.ndarray):
         assert isinstance(found, np.ndarray)
         assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())

@@ -1,4 +1,4 @@
-"""Paths and names: one parser, clear refusals."""
+"""Paths and names are parsed in one place, with clear errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Micro-batches of a pass, and when its gradients count."""
+"""Micro-batches of a pass, and when its gradients are applied."""
 
 import numpy as np
 import pytest
@@ -30,19 +30,21 @@ class CountingPass(ScratchPass[int]):
     def compute(self, examples: list[PassExample]) -> tuple[list[PassResult], int]:
         if self._fails_at == examples[0].tokens.size:
             raise MemoryError
-        results = [PassResult(logprobs=np.zeros(each.tokens.size, np.float32), sums={"loss": 0}) for each in examples]
-        return results, sum(each.tokens.size for each in examples)
+        results = [
+            PassResult(logprobs=np.zeros(example.tokens.size, np.float32), sums={"loss": 0}) for example in examples
+        ]
+        return results, sum(example.tokens.size for example in examples)
 
     def commit(self, model_id: ModelId, gradient: int) -> None:
         self.committed.append((model_id, gradient))
 
 
 def test_micro_batches_hold_one_request_and_few_tokens():
-    sizes = [[each.tokens.size for each in batch] for batch in micro_batches(BATCH.examples, 8)]
+    sizes = [[example.tokens.size for example in batch] for batch in micro_batches(BATCH.examples, 8)]
     assert sizes == [[3, 4], [5], [2], [9], [1]]
     for request in ("a1", "a2", "b1"):
-        own = [each for each in BATCH.examples if each.request_id == RequestId(request)]
-        alone = [[each.tokens.size for each in batch] for batch in micro_batches(own, 8)]
+        own = [example for example in BATCH.examples if example.request_id == RequestId(request)]
+        alone = [[example.tokens.size for example in batch] for batch in micro_batches(own, 8)]
         assert [size for size in sizes if size in alone] == alone, "neighbours change no micro-batch"
 
 

@@ -1,4 +1,4 @@
-"""The life of a sample without a device."""
+"""The lifecycle of a sample, tested without a device."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def request(name: str = "one", num_samples: int = 1, first_index: int = 0, **par
     )
 
 
-def opened_with(*requests: SampleRequest) -> OpenSamples:
+def open_samples(*requests: SampleRequest) -> OpenSamples:
     opened = OpenSamples([9])
     opened.begin(PreparedSampleBatch(requests=requests))
     return opened
@@ -40,7 +40,7 @@ def opened_with(*requests: SampleRequest) -> OpenSamples:
     ],
 )
 def test_a_sample_ends_after_a_stop_token_or_at_its_length(params, tokens, expected, reason):
-    [sample] = opened_with(request(**params)).first(8)
+    [sample] = open_samples(request(**params)).first(8)
     assert sample.last_token == 6 and sample.num_left == 4
     drawn = np.array(tokens, np.int32)
     topk = TopK(token_ids=drawn[:, None], logprobs=-np.ones((len(drawn), 1), np.float32))
@@ -51,8 +51,8 @@ def test_a_sample_ends_after_a_stop_token_or_at_its_length(params, tokens, expec
 
 
 def test_samples_beyond_the_slots_wait_in_order_of_arrival():
-    opened = opened_with(request("one", 2), request("two"), request("one", 2, first_index=2))
-    places = [(each.request.request_id, each.index) for each in opened.first(9)]
+    opened = open_samples(request("one", 2), request("two"), request("one", 2, first_index=2))
+    places = [(open_sample.request.request_id, open_sample.index) for open_sample in opened.first(9)]
     assert places == [("one", 0), ("one", 1), ("two", 0), ("one", 2), ("one", 3)]
     first, second = opened.first(2)
     first.take(np.array([9], np.int32), np.zeros(1, np.float32))
@@ -61,11 +61,11 @@ def test_samples_beyond_the_slots_wait_in_order_of_arrival():
     opened.end(RequestId("one"), 1)
     opened.end(RequestId("one"), 1)
     opened.cancel([RequestId("two"), RequestId("unknown")])
-    assert [each.index for each in opened.first(9)] == [2, 3] and len(opened) == 2
+    assert [open_sample.index for open_sample in opened.first(9)] == [2, 3] and len(opened) == 2
 
 
 def test_numbers_depend_on_seed_index_and_position():
-    one, two = opened_with(request("one", 2)).first(2)
-    [again] = opened_with(request("other", 1, first_index=1)).first(1)
+    one, two = open_samples(request("one", 2)).first(2)
+    [again] = open_samples(request("other", 1, first_index=1)).first(1)
     assert one.uniform() != two.uniform() == again.uniform()
     assert two.uniform(1) != two.uniform(0) == two.uniform()

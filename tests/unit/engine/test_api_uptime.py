@@ -15,7 +15,7 @@ DAY_S = 86_400.0
 
 
 class Scene:
-    """A clock, and an API that is up or down."""
+    """A fake clock and an API process that is either up or down."""
 
     def __init__(self, monkeypatch) -> None:
         self.now = 1000.0
@@ -79,7 +79,7 @@ def test_api_outage_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: fl
 
 @pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])
 def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: float) -> None:
-    timeout_s = 2.0  # a machine under load was seen to stop a process for more than half a second
+    timeout_s = 2.0  # on a busy machine, processes have been observed to stall for more than half a second
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.01, session_timeout_s=timeout_s)
     harness.config = harness.config.model_copy(update={"slice_tokens": 1})
     model_id, _ = harness.create()
@@ -87,8 +87,11 @@ def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkey
     real, started = time.time, time.monotonic()
     suspended: list[float] = []
 
-    class Suspended(FakeBackend):
-        """Suspends the machine after the timeout applies; heartbeats come before, and some time after."""
+    class SuspendingBackend(FakeBackend):
+        """Suspends the machine once the timeout applies.
+
+        The client sends heartbeats until the suspend and resumes half a timeout later.
+        """
 
         def step_sample(self):
             time.sleep(0.015)
@@ -101,7 +104,7 @@ def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkey
             return super().step_sample()
 
     waiting = harness.submit(sample(max_tokens=300, eos_stops=False))
-    harness.run(waiting, backend=Suspended("tiny", harness.config))
+    harness.run(waiting, backend=SuspendingBackend("tiny", harness.config))
     assert suspended and len(harness.result(waiting).sequences[0].tokens) == 300
     step = harness.answer(optim_step(), model_id=model_id, seq_id=2)
     assert step.metrics["unclipped_grad_l2:mean"] > 0

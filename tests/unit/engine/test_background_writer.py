@@ -1,4 +1,4 @@
-"""Background writing of files."""
+"""Tests for the background file writer."""
 
 import threading
 from collections.abc import Iterator

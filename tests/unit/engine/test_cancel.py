@@ -1,4 +1,4 @@
-"""Cancelled samples leave the device, and other samples are unaffected."""
+"""Cancelled samples are removed from the device without affecting other samples."""
 
 import time
 from dataclasses import replace
@@ -28,8 +28,8 @@ def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
         pass
 
 
-class Cancelling(FakeBackend):
-    """Cancels requests like the API, during the n-th decode slice."""
+class CancellingBackend(FakeBackend):
+    """Cancels requests during the n-th decode slice, in the same way as the API."""
 
     def __init__(self, harness: EngineHarness, doomed: list, at_slice: int) -> None:
         super().__init__("tiny", harness.config)
@@ -66,7 +66,7 @@ def long(**params):
 def test_cancelled_running_sample_leaves_the_device_and_others_continue(harness):
     alone = harness.answer(long(seed=9))
     doomed, neighbour = harness.submit(long(seed=8)), harness.submit(long(seed=9))
-    backend = Cancelling(harness, [doomed], at_slice=3)
+    backend = CancellingBackend(harness, [doomed], at_slice=3)
     harness.run(doomed, neighbour, backend=backend)
     assert harness.result(doomed) == OVER
     assert backend.cancelled == [doomed]
@@ -78,7 +78,7 @@ def test_cancelled_waiting_sample_never_starts(tmp_path):
     harness = EngineHarness(tmp_path)
     harness.config = harness.config.model_copy(update={"max_sample_tokens": 1602})
     first, doomed, last = (harness.submit(long(seed=seed)) for seed in range(3))
-    backend = Cancelling(harness, [doomed], at_slice=2)
+    backend = CancellingBackend(harness, [doomed], at_slice=2)
     harness.run(first, doomed, last, backend=backend)
     assert harness.result(doomed) == OVER and backend.started == [first, last]
     harness.close()
@@ -87,7 +87,7 @@ def test_cancelled_waiting_sample_never_starts(tmp_path):
 def test_next_engine_does_not_run_a_cancelled_sample(harness):
     doomed, other = harness.submit(long()), harness.submit(sample())
     assert cancel(harness, doomed) == "cancelled"
-    backend = Cancelling(harness, [], at_slice=0)
+    backend = CancellingBackend(harness, [], at_slice=0)
     harness.run(other, backend=backend)
     assert backend.started == [other] and harness.result(doomed) == OVER
     assert harness.api.read(lambda tx: completions.list_cancelled(tx, 0)) == []
@@ -103,7 +103,7 @@ def test_sample_that_the_backend_cannot_end_fails_alone(harness, caplog):
         def step_sample(self):
             self.is_gathering = False
             deltas = super().step_sample()
-            self.is_gathering = True  # what is called next is called by the engine
+            self.is_gathering = True  # from here on, only the engine calls the backend
             return deltas
 
     free = harness.answer(long(max_tokens=100))
@@ -137,9 +137,9 @@ def test_requests_cancelled_before_they_are_read_do_not_count_as_back_pressure(t
 def test_stop_string_ends_one_sample_and_others_continue(harness):
     free = harness.answer(replace(long(max_tokens=320), num_samples=4))
     texts = ["".join(map(chr, sequence.tokens)) for sequence in free.sequences]
-    stop = texts[1][15:18]  # across the boundary of two slices
+    stop = texts[1][15:18]  # the stop string spans two slices
     assert stop not in texts[0]
-    backend = Cancelling(harness, [], at_slice=0)
+    backend = CancellingBackend(harness, [], at_slice=0)
     request_id = harness.submit(replace(long(max_tokens=320, stop_strings=(stop,)), num_samples=4))
     harness.run(request_id, backend=backend)
     result = harness.result(request_id)

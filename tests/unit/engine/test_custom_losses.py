@@ -1,4 +1,4 @@
-"""Passes with a custom loss: what is refused, what the backend gets, and the metrics of its results."""
+"""Passes with a custom loss: rejected requests, the batch passed to the backend, and the result metrics."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A bit flip in a stored value fails its future, and no wrong value is served."""
+"""A bit flip in a stored value fails the request's future, and the damaged value is never served."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.polling import until
 
 
 def flip(harness: EngineHarness, request_id: RequestId, column: str) -> None:
-    """Change one bit of a value, and no checksum."""
+    """Flip one bit of a stored value and leave its checksum unchanged."""
 
     def work(tx: Session) -> None:
         row = tx.exec(select(RequestRow).where(col(RequestRow.request_id) == request_id)).one()
@@ -78,8 +78,10 @@ def test_housekeeping_continues_with_a_damaged_load(tmp_path, is_open: bool) -> 
         harness.api.write(lambda tx: tx.connection().exec_driver_sql("DELETE FROM snapshots"))
     harness.api.write(lambda tx: checkpoints.delete(tx, CheckpointPath.parse(saved.path)))
     assert artifact_id in (harness.api.read(checkpoints.find_referenced_artifacts) or ())
+
     flip(harness, loaded, "body")
     assert harness.api.read(checkpoints.find_referenced_artifacts) == (None if is_open else set())
+
     os.utime(harness.artifacts.open(artifact_id).path, (0, 0))
     with live_engine(harness.settings, harness.backend()):
         until(lambda: not harness.artifacts.has(artifact_id))

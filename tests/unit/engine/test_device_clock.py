@@ -1,10 +1,10 @@
-"""The time of the device is divided among those whose work it did."""
+"""Device time is attributed to the requests whose work ran on the device."""
 
 from skyrl_tx.engine.activity import DeviceClock, DeviceTime
 
 
 class Device:
-    """A device that does work in order, and calls that return before it is done."""
+    """A device that runs work in order. Dispatch calls return before the work is done."""
 
     def __init__(self) -> None:
         self.now = self.ready_at = 0.0
@@ -30,7 +30,7 @@ def test_a_call_that_waits_for_the_work_of_others_does_not_pay_for_it() -> None:
 
 def test_kinds_of_work_are_divided_by_what_each_takes_alone() -> None:
     device, first = Device(), DeviceTime("pass")
-    for seconds in (30.0, 1.0):  # the first compiles
+    for seconds in (30.0, 1.0):  # the first pass includes compilation
         device.dispatch(first, seconds)
         device.complete(first)
     device.complete(DeviceTime("slice"))

@@ -1,4 +1,4 @@
-"""Each kind of request on one engine."""
+"""Every request type on a single engine."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.support.logged_error import find_logged_error
 SAMPLING = SamplingSessionId("s:sample:0")
 
 
-def losses_of(harness, request_ids):
+def get_losses(harness, request_ids):
     return [harness.result(request_id).metrics["loss:sum"] for request_id in request_ids]
 
 
@@ -29,7 +29,7 @@ def test_training_lowers_the_loss(harness):
         last = harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2)
     harness.run(last)
     assert harness.result(created) == CreateModelOutput(model_id=model_id)
-    losses = losses_of(harness, passes)
+    losses = get_losses(harness, passes)
     assert losses[0] > losses[1] > losses[2]
     output = harness.result(passes[0])
     assert output.metrics["num_tokens:sum"] == 10 and output.metrics["num_datums:sum"] == 2
@@ -89,7 +89,7 @@ def test_unexpected_error_reaches_the_log_and_not_the_client(harness, caplog):
 
 
 def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):
-    """It fails, also in a replay; the next step has a new gradient."""
+    """The step fails, also when it is replayed. The next step starts with a new gradient."""
 
     class Diverging(FakeBackend):
         def gradient_norm(self, model_id):
@@ -111,7 +111,10 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):
 
 
 def test_diverged_model_is_reported(harness):
-    """An absurd learning rate is applied as asked; the next gradient overflows and is refused."""
+    """An absurd learning rate is applied as requested.
+
+    The next gradient overflows and is rejected.
+    """
     model_id, _ = harness.create()
     for step in range(8):
         harness.submit(forward_backward(), model_id=model_id, seq_id=2 * step + 1)
@@ -141,7 +144,7 @@ def test_pass_behind_a_sequence_gap_runs_after_the_gap_timeout(harness):
     harness.answer(optim_step(), model_id=model_id, seq_id=5)
     late = harness.answer(forward_backward(), model_id=model_id, seq_id=4)
     assert late.category == ErrorCategory.USER and "seq_id 4 arrived too late: seq_id 5" in late.message
-    # Its gradient was already applied; the next gradient is complete.
+    # The gradient was already applied, and the next gradient is complete.
     harness.answer(forward_backward(), model_id=model_id, seq_id=6)
     assert harness.answer(optim_step(), model_id=model_id, seq_id=7).metrics["unclipped_grad_l2:mean"] > 0
 
@@ -153,21 +156,27 @@ def test_checkpoint_round_trip(harness):
     save = SaveWeights(kind="weights", name="a", ttl_s=3600, user_metadata={"step": "1"})
     saved = harness.answer(save, model_id=model_id, seq_id=3)
     assert saved.path == f"tinker://{model_id}/weights/a"
+
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     assert row.size_bytes > 0 and row.user_metadata == {"step": "1"} and row.expires_at == row.created_at + 3600
+
     taken = harness.answer(save, model_id=model_id, seq_id=4)
     assert taken.category == ErrorCategory.USER and "'a'" in taken.message
+
     again = harness.answer(replace(save, overwrite=True), model_id=model_id, seq_id=5)
     assert again.path == saved.path
+
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     load = LoadWeights(path=saved.path, artifact_id=row.artifact_id, spec=SPEC, optimizer=True, create=True)
     copy, loaded = harness.make(load, "copy")
     answers = []
+
     for name in (model_id, copy):
         harness.submit(forward_backward(7), model_id=name, seq_id=6 if name == model_id else 1)
         step = harness.submit(optim_step(), model_id=name, seq_id=7 if name == model_id else 2)
         answers.append(harness.submit(forward_backward(8, backward=False), model_id=name, seq_id=None))
         harness.run(loaded, step, answers[-1])
+
     first, second = (harness.result(answer) for answer in answers)
     assert harness.result(loaded).model_id == copy
     assert first.metrics == second.metrics
@@ -231,18 +240,21 @@ def test_models_and_samplers_are_evicted_and_restored_bit_equal(harness):
     harness.config = harness.config.model_copy(update={"max_models": 2, "max_samplers": 1})
     names = [harness.create(f"m{n}")[0] for n in range(4)]
     passes, steps, saves = [], [], []
+
     for turn in range(2):
         for n, name in enumerate(names):
             passes.append(harness.submit(forward_backward(n), model_id=name, seq_id=2 * turn + 1))
             steps.append(harness.submit(optim_step(), model_id=name, seq_id=2 * turn + 2))
+
     for name in names:
         save = SaveWeights(kind="sampler_weights", name="final")
         saves.append(harness.submit(save, model_id=name, seq_id=5))
     harness.run(*steps, *saves)
-    losses = losses_of(harness, passes)
+    losses = get_losses(harness, passes)
     assert len(set(losses[4:])) == 4 and all(
         later < earlier for earlier, later in zip(losses[:4], losses[4:], strict=True)
     )
+
     rows = [
         harness.api.read(lambda tx, path=path: checkpoints.get(tx, CheckpointPath.parse(path), 0.0))
         for path in (harness.result(save).path for save in saves)
@@ -281,7 +293,7 @@ def test_invalid_samples_fail_alone(harness):
 
 
 def test_sampling_and_training_interleave(harness):
-    """A model trains while a long sample runs, and neither waits for the other to end."""
+    """A model trains while a long sample runs, and neither waits for the other to finish."""
     order = []
 
     class Watched(FakeBackend):

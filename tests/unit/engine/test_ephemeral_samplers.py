@@ -1,4 +1,4 @@
-"""Ephemeral samplers are usable before their files are written, and are recreated after a crash."""
+"""Ephemeral samplers can be used before their files are written, and are recreated after a crash."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from tests.support.logged_error import find_logged_error
 from tests.support.polling import until
 
 
-class Disk:
+class FaultyArtifacts:
     """Fails or delays the writes of artifacts."""
 
     def __init__(self, harness):
@@ -45,18 +45,18 @@ def save(number, **changes):
     return SaveWeights(**{"kind": "sampler_weights", "name": None, "sampling_session_id": name, **changes})
 
 
-def row_of(harness, number):
+def get_row(harness, number):
     return harness.api.read(lambda tx: sampling_sessions.get(tx, SamplingSessionId(f"s:sample:{number}")))
 
 
-def drawn(harness, number):
-    """Return a greedy sample of a sampling session."""
-    output = harness.answer(sample(sampler=row_of(harness, number).sampler_id, temperature=1.0, max_tokens=20))
+def draw_sample(harness, number):
+    """Draw a sample from a sampling session and return its tokens and logprobs."""
+    output = harness.answer(sample(sampler=get_row(harness, number).sampler_id, temperature=1.0, max_tokens=20))
     return output.sequences[0].tokens.tolist(), output.sequences[0].logprobs.tobytes()
 
 
 def train_and_save(harness, model_id, first=0, last=3):
-    """Submit several steps, each with an ephemeral save; return the request ids."""
+    """Submit multiple training steps, each followed by an ephemeral save, and return the request ids."""
     ids, seq_id = [], 3 * first
     for number in range(first, last):
         for request in (forward_backward(number), optim_step(), save(number)):
@@ -70,37 +70,37 @@ def undisturbed(tmp_path_factory):
     harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
     model_id, _ = harness.create()
     harness.run(*train_and_save(harness, model_id))
-    yield [drawn(harness, number) for number in range(3)]
+    yield [draw_sample(harness, number) for number in range(3)]
     harness.close()
 
 
 def test_sampler_is_usable_before_its_files_are_written(harness):
     model_id, _ = harness.create()
     saved = train_and_save(harness, model_id, last=1)[-1]
-    disk, sampled = Disk(harness), []
+    disk, sampled = FaultyArtifacts(harness), []
 
     def until_sampled():
         assert until(lambda: harness.api.read(lambda tx: futures.get_outcomes(tx, [saved]))) == {saved: "done"}
-        sampled.append(harness.submit(sample(sampler=row_of(harness, 0).sampler_id)))
+        sampled.append(harness.submit(sample(sampler=get_row(harness, 0).sampler_id)))
         until(lambda: harness.api.read(lambda tx: futures.get_outcomes(tx, sampled)))
 
     disk.before = until_sampled
     named = harness.submit(SaveWeights(kind="weights", name="later"), model_id=model_id, seq_id=4)
-    harness.run(named)  # its files come after those of the sampler
+    harness.run(named)  # the checkpoint's files are written after the sampler's files
     assert len(sampled) == 1 and harness.result(sampled[0]).sequences
-    row = row_of(harness, 0)
+    row = get_row(harness, 0)
     assert harness.artifacts.describe(row.sampler_id).size_bytes == row.size_bytes > 0
 
 
 @pytest.mark.parametrize(
     ("snapshot_interval_requests", "num_written"),
-    [(10_000, 0), (1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 0), (10_000, 1)))],
+    [(10_000, 0), (1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (10_000, 1)))],
 )
 def test_next_engine_recreates_a_lost_sampler(tmp_path, undisturbed, snapshot_interval_requests, num_written):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=snapshot_interval_requests)
     model_id, _ = harness.create()
     harness.run(*train_and_save(harness, model_id, last=1))
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     room = [None] * num_written
 
     def some_room():
@@ -115,15 +115,15 @@ def test_next_engine_recreates_a_lost_sampler(tmp_path, undisturbed, snapshot_in
         def step_sample(self):
             raise BackendLost("unplugged")
 
-    harness.run(*ids)  # the files of one sampler at least could not be written when this engine ended
+    harness.run(*ids)  # when this engine ended, the files of at least one sampler could not be written
     assert disk.num_refused >= 1
-    doomed = harness.submit(sample(sampler=row_of(harness, 2).sampler_id))
+    doomed = harness.submit(sample(sampler=get_row(harness, 2).sampler_id))
     with pytest.raises(BackendLost):
         harness.run(doomed, backend=Dying("tiny", harness.config))
     disk.before = lambda: None
-    assert [drawn(harness, number) for number in range(3)] == undisturbed
+    assert [draw_sample(harness, number) for number in range(3)] == undisturbed
     kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id))
-    assert all(harness.artifacts.has(row_of(harness, number).sampler_id) for number in range(3))
+    assert all(harness.artifacts.has(get_row(harness, number).sampler_id) for number in range(3))
     assert kept.effect_order == 10, "a creation, and three times three log records"
     harness.close()
 
@@ -133,21 +133,21 @@ def test_no_snapshot_is_recorded_past_an_unwritten_sampler(tmp_path):
     model_id, _ = harness.create()
     harness.run(harness.submit(forward_backward(), model_id=model_id, seq_id=1))
     before = harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     harness.submit(save(0), model_id=model_id, seq_id=2)
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=3))
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == before
     disk.before = lambda: None
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=4))
-    assert harness.artifacts.has(row_of(harness, 0).sampler_id)
+    assert harness.artifacts.has(get_row(harness, 0).sampler_id)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order > before
     harness.close()
 
 
 def test_writes_are_retried_after_a_full_disk(tmp_path):
     harness = EngineHarness(tmp_path, max_pending_sampler_writes=1, housekeeping_interval_s=0.001)
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     model_id, created = harness.create()
     harness.run(created)
@@ -155,7 +155,7 @@ def test_writes_are_retried_after_a_full_disk(tmp_path):
     results = [harness.submit(save(number), model_id=model_id, seq_id=number + 1) for number in range(4)]
     harness.settings = harness.settings.model_copy(update={"housekeeping_interval_s": 1000.0})
     harness.run(*results)
-    answers = [harness.result(each) for each in results]
+    answers = [harness.result(request_id) for request_id in results]
     assert isinstance(answers[0], SaveWeightsOutput)
     assert isinstance(answers[-1], Failure) and answers[-1].category == ErrorCategory.SERVER
     assert "no space left" in answers[-1].message
@@ -169,7 +169,7 @@ def test_writes_are_retried_after_a_full_disk(tmp_path):
 
     disk.before = full_at_first
     harness.run(harness.submit(sample(max_tokens=2000, eos_stops=False)))
-    assert not refusals and harness.artifacts.has(row_of(harness, 0).sampler_id)
+    assert not refusals and harness.artifacts.has(get_row(harness, 0).sampler_id)
     assert isinstance(harness.answer(save(7), model_id=model_id, seq_id=9), SaveWeightsOutput)
     harness.close()
 
@@ -179,17 +179,20 @@ def test_inflight_sessions_get_new_weights_and_others_do_not(harness):
     frozen = harness.submit(save(0), model_id=model_id, seq_id=1)
     first = harness.submit(save(1, is_inflight=True), model_id=model_id, seq_id=2)
     harness.run(frozen, first)
-    before = row_of(harness, 1).sampler_id
+    before = get_row(harness, 1).sampler_id
     queued = harness.submit(sample(sampler=before, temperature=1.0, max_tokens=20))
     for seq_id, request in enumerate((forward_backward(), optim_step(), save(2, is_inflight=True)), start=3):
         last = harness.submit(request, model_id=model_id, seq_id=seq_id)
     harness.run(queued, last)
-    rows = [row_of(harness, number) for number in range(3)]
+    rows = [get_row(harness, number) for number in range(3)]
     assert rows[1].sampler_id == rows[2].sampler_id not in (before, rows[0].sampler_id)
     assert rows[1].size_bytes == rows[2].size_bytes > 0
-    assert drawn(harness, 1) == drawn(harness, 2) != drawn(harness, 0)
+    assert draw_sample(harness, 1) == draw_sample(harness, 2) != draw_sample(harness, 0)
+
     kept = harness.result(queued).sequences[0]
-    assert (kept.tokens.tolist(), kept.logprobs.tobytes()) == drawn(harness, 0), "the sample started before the save"
+    assert (kept.tokens.tolist(), kept.logprobs.tobytes()) == draw_sample(harness, 0), (
+        "the sample started before the save"
+    )
 
 
 def test_sampling_session_id_is_used_once(harness):
@@ -203,12 +206,12 @@ def test_samplers_outlive_an_unloaded_model(harness):
     model_id, _ = harness.create()
     harness.submit(save(0), model_id=model_id, seq_id=1)
     harness.run(harness.submit(UnloadModel(), model_id=model_id, seq_id=2))
-    assert harness.artifacts.has(row_of(harness, 0).sampler_id)
-    assert drawn(harness, 0)
+    assert harness.artifacts.has(get_row(harness, 0).sampler_id)
+    assert draw_sample(harness, 0)
 
 
-class Deadly(FakeBackend):
-    """Loses its device in each `optim_step`."""
+class DeadlyBackend(FakeBackend):
+    """Loses its device in every `optim_step`."""
 
     num_steps = 0
 
@@ -220,7 +223,7 @@ class Deadly(FakeBackend):
 def lost_sampler(harness):
     """Create a model whose only sampler has no files, because its engine crashed."""
     model_id, _ = harness.create()
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     harness.run(*train_and_save(harness, model_id, last=1))
     assert disk.num_refused
@@ -230,12 +233,12 @@ def lost_sampler(harness):
 
 def test_replay_that_crashes_engines_is_given_up(harness, caplog):
     model_id = lost_sampler(harness)
-    wanted = harness.submit(sample(sampler=row_of(harness, 0).sampler_id))
+    wanted = harness.submit(sample(sampler=get_row(harness, 0).sampler_id))
     others = harness.submit(sample())
     for _ in range(harness.settings.max_attempts):
         with pytest.raises(BackendLost):
-            harness.run(wanted, backend=Deadly("tiny", harness.config))
-    last = Deadly("tiny", harness.config)
+            harness.run(wanted, backend=DeadlyBackend("tiny", harness.config))
+    last = DeadlyBackend("tiny", harness.config)
     harness.run(wanted, others, backend=last)
     assert last.num_steps == 0, "it is not replayed again"
     failure = harness.result(wanted)
@@ -249,9 +252,9 @@ def test_lost_sampler_is_recreated_when_its_model_is_restored(harness, undisturb
     model_id = lost_sampler(harness)
     for _ in range(harness.settings.max_attempts):
         with pytest.raises(BackendLost):
-            harness.run(harness.submit(sample()), backend=Deadly("tiny", harness.config))
+            harness.run(harness.submit(sample()), backend=DeadlyBackend("tiny", harness.config))
     harness.run(harness.submit(forward_backward(9), model_id=model_id, seq_id=4))
-    assert drawn(harness, 0) == undisturbed[0]
+    assert draw_sample(harness, 0) == undisturbed[0]
 
 
 def test_failed_replay_does_not_prevent_serving(harness, caplog):
@@ -260,7 +263,7 @@ def test_failed_replay_does_not_prevent_serving(harness, caplog):
             raise MemoryError("no room")
 
     lost_sampler(harness)
-    wanted, others = harness.submit(sample(sampler=row_of(harness, 0).sampler_id)), harness.submit(sample())
+    wanted, others = harness.submit(sample(sampler=get_row(harness, 0).sampler_id)), harness.submit(sample())
     harness.run(wanted, others, backend=Broken("tiny", harness.config))
     assert repr(find_logged_error(harness.result(wanted).message, caplog)) == "MemoryError('no room')"
     assert harness.result(others).sequences
@@ -268,12 +271,12 @@ def test_failed_replay_does_not_prevent_serving(harness, caplog):
 
 def test_successful_replays_count_no_delivery_attempts(harness, undisturbed):
     lost_sampler(harness)
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     for _ in range(harness.settings.max_attempts + 1):
         disk.before = fail
-        harness.run(harness.submit(sample()))  # made again, and again not written
+        harness.run(harness.submit(sample()))  # the sampler is recreated, and its files are again not written
     disk.before = lambda: None
-    assert drawn(harness, 0) == undisturbed[0]
+    assert draw_sample(harness, 0) == undisturbed[0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_backlog_bytes": 1}], ids=["pages", "bytes"])
@@ -286,11 +289,14 @@ def test_unreferenced_sampler_is_kept_for_unread_requests(tmp_path, settings):
     others = [sample(max_tokens=1)] * 300
     with ThreadPoolExecutor(30) as at_once:
         asked = [*at_once.map(harness.submit, others), harness.submit(sample(sampler=first))]
-    assert row_of(harness, 0).sampler_id == make_sampler_id(saves[1]), "the in-flight session has the newest weights"
+    assert get_row(harness, 0).sampler_id == make_sampler_id(saves[1]), "the in-flight session has the newest weights"
+
     os.utime(harness.artifacts.open(first).path, (0, 0))
     harness.run(*asked)
     assert harness.result(asked[-1]).sequences
+
     later = harness.submit(sample(max_tokens=500, eos_stops=False))
     harness.run(later)
     assert not harness.artifacts.has(first), "no request refers to it any more"
+
     harness.close()

@@ -1,4 +1,4 @@
-"""Optional features in the engine: their observers and retention rules, and an engine without any."""
+"""Engine extensions: observers and retention rules, and an engine without extensions."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from tests.support.engine_harness import OWNER, EngineHarness, forward_backward,
 
 
 class StepObserver(ResultObserver):
-    """Counts the steps of each model, and writes nothing else."""
+    """Counts the optimizer steps of each model and writes nothing else."""
 
     def __init__(self, _store: Store, _settings: EngineSettings) -> None:
         self.seen: list[ModelId] = []
@@ -36,7 +36,7 @@ class StepObserver(ResultObserver):
 
 
 def train_and_sample(harness: EngineHarness) -> ModelId:
-    """Run a pass, a step and a sample."""
+    """Run a pass, an optimizer step and a sample."""
     model_id, _ = harness.create()
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
@@ -116,6 +116,7 @@ def test_rules_of_a_feature_run_with_those_of_the_core(harness: EngineHarness) -
     run = ModelId("run")
     harness.api.write(lambda tx: retention.expire(tx, clock))
     assert harness.api.write(lambda tx: retention.prune(tx, clock)) == 7
+
     harness.api.write(lambda tx: retention.delete_runs(tx, [run]))
     assert calls == [
         ("expire", clock),

@@ -1,4 +1,4 @@
-"""A database that lost its newest rows: a replica that lagged at a failover, or an older copy."""
+"""A database that lost its newest rows, for example in a failover to a lagging replica."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ def test_later_completions_are_announced_to_clients_that_saw_the_lost_ones(tmp_p
     harness = EngineHarness(tmp_path, database_url=url)
     name = SamplingSessionId(f"{harness.session_id}:sample:0")
 
-    def announced(after: int) -> list[completions.SampleCompletion]:
+    def list_announced(after: int) -> list[completions.SampleCompletion]:
         return harness.api.read(lambda tx: completions.list_by_client(tx, name, 0, after, 10))
 
     def fail_over(tx: Session) -> None:
@@ -29,7 +29,7 @@ def test_later_completions_are_announced_to_clients_that_saw_the_lost_ones(tmp_p
     counter = harness.api.read(completions.get_last_position)
     seen = [harness.submit(sample(), sampling_session_id=name, seq_id=seq_id) for seq_id in range(3)]
     harness.run(*seen)
-    cursor = announced(0)[-1].answer_order
+    cursor = list_announced(0)[-1].answer_order
     watcher = ResultWatcher(harness.api)
     harness.api.write(fail_over)
     later = harness.submit(sample(), sampling_session_id=name, seq_id=3)
@@ -45,5 +45,5 @@ def test_later_completions_are_announced_to_clients_that_saw_the_lost_ones(tmp_p
     assert asyncio.run(poll())
     engine.join()
     watcher.close()
-    assert [each.request_id for each in announced(cursor)] == [later]
+    assert [completion.request_id for completion in list_announced(cursor)] == [later]
     harness.close()

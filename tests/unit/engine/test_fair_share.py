@@ -1,4 +1,7 @@
-"""Shares by weight: of turns, of the device in training, and of slots in sampling; and no bit changes."""
+"""Weighted fair sharing of turns, of device time in training and of slots in sampling.
+
+Results do not depend on weights.
+"""
 
 import time
 from collections import Counter
@@ -21,8 +24,8 @@ from skyrl_tx.engine.schedule import FairShare
 from skyrl_tx.store import audit
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
-from tests.unit.engine.test_owners import ANN, BOB, Recorded, Trained, ask
-from tests.unit.engine.test_schedule import queued, schedule
+from tests.unit.engine.test_owners import ANN, BOB, ArrivalBackend, RecordingBackend, ask
+from tests.unit.engine.test_schedule import make_request, schedule
 
 WEIGHTS = {"ann": 3}
 SHARE = 3.0
@@ -38,7 +41,10 @@ Make = Callable[..., EngineHarness]
 def test_owners_that_always_have_work_differ_by_one_piece_at_most(
     weights: list[int], pieces: list[tuple[int, int]]
 ) -> None:
-    """The bound of start-time fair queuing: the largest piece of each, divided by its weight."""
+    """The bound of start-time fair queuing.
+
+    For each owner, it is the largest piece of work divided by the owner's weight.
+    """
     by_owner = {f"owner-{number}": weight for number, weight in enumerate(weights)}
     share, done = FairShare(lambda: by_owner), Counter[str]()
     for owner in by_owner:
@@ -104,37 +110,37 @@ def test_owners_of_weight_0_come_last_and_are_equal_among_themselves() -> None:
 
 
 def passes(owner: str, number: int, model: str) -> list[Any]:
-    return [queued(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
+    return [make_request(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
 
 
 def test_with_weights_a_batch_has_one_owner() -> None:
     plain = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"))
     step = plain.take(0.0)
-    assert step is not None and {each.owner for each in step.requests} == {"ann", "bob"}
+    assert step is not None and {request.owner for request in step.requests} == {"ann", "bob"}
     weighted = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"), *passes("ann", 1, "c"))
     weighted.fair_share = FairShare(lambda: WEIGHTS)
     step = weighted.take(0.0)
-    assert step is not None and [each.owner for each in step.requests] == ["ann", "ann"]
+    assert step is not None and [request.owner for request in step.requests] == ["ann", "ann"]
 
 
 def test_the_order_of_one_owner_does_not_depend_on_weights() -> None:
     def order(weights: dict[str, int]) -> list[tuple[str | None, int | None]]:
         requests = [
-            queued(seq, optim_step() if seq % 3 == 0 else None, model_id=ModelId(model), session=model)
+            make_request(seq, optim_step() if seq % 3 == 0 else None, model_id=ModelId(model), session=model)
             for seq in range(1, 13)
             for model in "abcd"
         ]
         made, found = schedule(*requests, max_pass_tokens=35), list[tuple[str | None, int | None]]()
         made.fair_share = FairShare(lambda: weights)
         while (step := made.take(0.0)) is not None:
-            found += [(each.model_id, each.seq_id) for each in step.requests]
+            found += [(request.model_id, request.seq_id) for request in step.requests]
         return found
 
     assert order({}) == order({"ann": 7}) == order({"bob": 2})
 
 
 def test_passes_of_weight_0_run_when_no_other_could() -> None:
-    """Also before the second model of another owner, which has turns of its own otherwise."""
+    """They also wait for the second model of another owner, although models normally take turns."""
     made = schedule(*passes("ann", 3, "a"), *passes("bob", 2, "b"), *passes("bob", 2, "c"), max_pass_tokens=10)
     made.fair_share = FairShare(lambda: {"ann": 0})
     order: list[str | None] = []
@@ -148,8 +154,8 @@ def test_passes_of_weight_0_run_when_no_other_could() -> None:
     assert step is not None and step.requests[0].owner == "ann"
 
 
-class Paused(Admission):
-    """Lets the requests of some owners wait."""
+class PausedOwners(Admission):
+    """Keeps the requests of some owners waiting."""
 
     def __init__(self, owners: set[str]) -> None:
         self.owners = owners
@@ -159,10 +165,10 @@ class Paused(Admission):
 
 
 def test_a_paused_owner_does_not_save_up() -> None:
-    """After a day's pause it shares from then on, and does not get back what others used meanwhile."""
+    """After a pause the owner gets its normal share, and is not compensated for the time it was paused."""
     made = schedule(*passes("ann", 40, "a"), *passes("bob", 40, "b"), max_pass_tokens=10)
     paused = {"ann"}
-    made.admission = Paused(paused)
+    made.admission = PausedOwners(paused)
     owners: list[str] = []
     for turn in range(40):
         if turn == 20:
@@ -202,6 +208,7 @@ def test_training_shares_micro_batches_by_weight(
 ) -> None:
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 256})
     data, sessions, last = (datum(length=64),) * num_micro_batches, dict[str, str](), list[RequestId]()
+
     for owner, number in (("ann", 60), ("bob", 60)):
         harness.become(owner)
         sessions[harness.session_id] = owner
@@ -216,7 +223,8 @@ def test_training_shares_micro_batches_by_weight(
                 else:
                     ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id + 1)
             last += [ended] if owner == "ann" else []
-    backend = Trained(harness.config, None)
+
+    backend = ArrivalBackend(harness.config, None)
     harness.run(*last, backend=backend)
     owners = [sessions[session] for session in backend.steps]
     under_load = Counter(owners[: len(owners) - owners[::-1].index("ann")])
@@ -225,8 +233,8 @@ def test_training_shares_micro_batches_by_weight(
     assert abs(ratio / SHARE - 1) <= TOLERANCE, under_load
 
 
-class Decoded(Recorded):
-    """Records the tokens that each slice added to the samples of each owner."""
+class TokenCountingBackend(RecordingBackend):
+    """Records how many tokens each decode slice adds to the samples of each owner."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -249,17 +257,22 @@ def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int
     for owner, token in (("bob", BOB), ("ann", ANN)):
         harness.become(owner)
         of_ann = [harness.submit(ask(token, max_tokens=48 + 16 * (number % 3))) for number in range(count)]
-    backend = Decoded(harness.config)
+    backend = TokenCountingBackend(harness.config)
     harness.run(*of_ann, backend=backend)
     tenth = len(backend.tokens) // 10
-    decoded = sum(backend.tokens[2 * tenth : 8 * tenth], Counter[int]())  # while samples of both owners wait
+    decoded = sum(
+        backend.tokens[2 * tenth : 8 * tenth], Counter[int]()
+    )  # only the slices during which samples of both owners are waiting
     ratio = decoded[ANN] / decoded[BOB]
     print(f"sampling, {slots} slots: {ratio:.2f}")
     assert abs(ratio / SHARE - 1) <= TOLERANCE, decoded
 
 
 def test_micro_batches_of_weight_0_wait_for_those_of_others(make_harness: Make) -> None:
-    """Its pass that has started waits too; all of its passes run in the end."""
+    """A pass of weight 0 that has already started waits too.
+
+    All of its passes finish in the end.
+    """
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 65_536}, {"ann": 0})
     long = forward_backward(data=(datum(length=64),) * 30)
     harness.become("bob")
@@ -276,7 +289,7 @@ def test_micro_batches_of_weight_0_wait_for_those_of_others(make_harness: Make) 
             harness.submit(long, model_id=of_bob, seq_id=seq_id)
 
     running = harness.submit(sample(max_tokens=16 * 30, eos_stops=False))
-    backend = Trained(harness.config, arrive)
+    backend = ArrivalBackend(harness.config, arrive)
     harness.run(running, last, backend=backend)
     first = backend.steps.index(bob)
     assert 10 <= first <= 14
@@ -294,7 +307,7 @@ def test_samples_of_weight_0_start_when_no_other_could(make_harness: Make, slots
     for owner, token in (("ann", ANN), ("bob", BOB)):
         harness.become(owner)
         asked += [harness.submit(ask(token, max_tokens=64)) for _ in range(12)]
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*asked, backend=backend)
     started = [int(request.prompt[0]) for request in backend.requests.values()]
     assert started == [BOB] * 12 + [ANN] * 12
@@ -304,13 +317,13 @@ def test_an_owner_alone_gets_everything_whatever_its_weight(make_harness: Make) 
     harness = make_harness({"sample_slots": 8}, {"ann": 1000, "bob": 0})
     harness.become("bob")
     asked = [harness.submit(ask(BOB, max_tokens=64)) for _ in range(30)]
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*asked, backend=backend)
     assert max(num_open[BOB] for num_open in backend.slices) == 9
 
 
 def test_no_bit_depends_on_weights(make_harness: Make) -> None:
-    """Two owners train and sample at the same time, with equal weights and with others."""
+    """Two owners train and sample at the same time, first with equal and then with different weights."""
 
     def results(weights: dict[str, int]) -> list[Any]:
         harness, ids = make_harness({"sample_slots": 4, "micro_batch_tokens": 16}, weights), list[RequestId]()
@@ -322,7 +335,7 @@ def test_no_bit_depends_on_weights(make_harness: Make) -> None:
                 ids.append(harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2))
             ids += [harness.submit(sample(temperature=1.0, seed=seed, max_tokens=24)) for seed in range(6)]
         harness.run(*ids)
-        return [harness.result(each) for each in ids]
+        return [harness.result(request_id) for request_id in ids]
 
     for plain, weighted in zip(results({}), results({"ann": 5, "bob": 2}), strict=True):
         assert type(plain) is type(weighted)
@@ -348,7 +361,7 @@ def test_a_weight_that_is_set_while_the_engine_runs_is_followed(make_harness: Ma
         ]
         if owner == "ann":
             until = last[-1]
-    backend = Trained(harness.config.model_copy(update={"step_delay_s": 0.003}), None)
+    backend = ArrivalBackend(harness.config.model_copy(update={"step_delay_s": 0.003}), None)
 
     def arrive() -> None:
         subject = Subject("owner", "ann")

@@ -1,4 +1,4 @@
-"""Training and sampling take turns, and so do sessions, for any load of one of them."""
+"""Training and sampling take turns, and so do sessions, regardless of the load of either side."""
 
 import time
 from dataclasses import replace
@@ -18,8 +18,8 @@ from tests.support.engine_harness import EngineHarness, datum, forward_backward,
 NUM_QUEUED = 1_500
 
 
-class Scripted(FakeBackend):
-    """Records turns (T for a micro-batch, S for a decode slice) and the order in which samples start."""
+class RecordingBackend(FakeBackend):
+    """Records turns (T: micro-batch, S: decode slice) and the order in which samples start."""
 
     def __init__(self, config):
         super().__init__("tiny", config)
@@ -27,7 +27,7 @@ class Scripted(FakeBackend):
 
     def begin_pass(self, batch, *, backward):
         self.passes.append({example.model_id for example in batch.examples})
-        return Counted(super().begin_pass(batch, backward=backward), self.turns)
+        return RecordingPass(super().begin_pass(batch, backward=backward), self.turns)
 
     def begin_sample(self, batch):
         self.started += [request.request_id for request in batch.requests for _ in range(request.num_samples)]
@@ -38,7 +38,7 @@ class Scripted(FakeBackend):
         return super().step_sample()
 
 
-class Counted(Pass):
+class RecordingPass(Pass):
     """A pass that records its micro-batches."""
 
     def __init__(self, inner, turns):
@@ -71,7 +71,7 @@ def open_harness(tmp_path):
 
 
 def many(harness, requests, **where):
-    """Store many requests in one commit."""
+    """Store many requests in a single commit."""
     return harness.api.write(lambda tx: [harness._submit(tx, request, **where) for request in requests])
 
 
@@ -90,7 +90,7 @@ def test_training_and_sampling_wait_for_one_step_of_each_other(open_harness):
     data = tuple(datum(seed) for seed in range(10))
     passes = [harness.submit(forward_backward(data=data), model_id=model_id, seq_id=1 + n) for n in range(12)]
     samples = [harness.submit(endless()) for _ in range(2)]
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*passes, *samples, backend=backend)
     turns = "".join(backend.turns)
     both = turns[turns.index("S") if turns[0] == "T" else turns.index("T") : min(turns.rindex("T"), turns.rindex("S"))]
@@ -106,16 +106,18 @@ def test_thousands_of_passes_of_one_model_delay_another_by_one_batch(open_harnes
     forward = forward_backward(backward=False, data=(datum(length=32),))
     many(harness, [forward] * NUM_QUEUED, model_id=greedy)
     last = harness.submit(forward, model_id=modest)
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     started = time.monotonic()
     harness.run(last, backend=backend)
     num_before = next(index for index, models in enumerate(backend.passes) if modest in models)
-    num_read_in_turns = (time.monotonic() - started) / 0.1  # how many turns it took to read them all, at most
+    num_read_in_turns = (
+        time.monotonic() - started
+    ) / 0.1  # upper bound on the number of turns it took to read all requests
     assert num_before <= num_read_in_turns + 2, "it is next once it is read"
 
 
-class Visited(Scripted):
-    """Lets another client arrive during a micro-batch, and records the models of all micro-batches."""
+class ArrivalBackend(RecordingBackend):
+    """Lets another client arrive during a micro-batch and records the models of all micro-batches."""
 
     def __init__(self, config, arrive):
         super().__init__(config)
@@ -123,10 +125,10 @@ class Visited(Scripted):
 
     def begin_pass(self, batch, *, backward):
         inner = super().begin_pass(batch, backward=backward)
-        return Stepped(inner, self, {example.model_id for example in batch.examples})
+        return ArrivalPass(inner, self, {example.model_id for example in batch.examples})
 
 
-class Stepped(Counted):
+class ArrivalPass(RecordingPass):
     """A pass that records the models of its micro-batches."""
 
     def __init__(self, inner, backend, models):
@@ -149,7 +151,7 @@ class Stepped(Counted):
     ("num_requests", "num_data"), [(300, 1), (1, 150)], ids=["many requests", "one request of many micro-batches"]
 )
 def test_short_pass_waits_for_a_few_micro_batches_only(open_harness, num_requests, num_data):
-    """A pass of 32 tokens next to requests and queues of any size, with default bounds."""
+    """A pass of 32 tokens competes with large requests and long queues, with default limits."""
     harness = open_harness(config={"micro_batch_tokens": 1024, "max_pass_tokens": 65_536, "max_context_length": 2048})
     greedy, created = harness.create("greedy")
     harness.run(created, harness.create("modest")[1])
@@ -161,7 +163,7 @@ def test_short_pass_waits_for_a_few_micro_batches_only(open_harness, num_request
     def arrive():
         arrived.append(harness.submit(forward_backward(data=(datum(length=32),)), model_id=modest, seq_id=1))
 
-    backend = Visited(harness.config, arrive)
+    backend = ArrivalBackend(harness.config, arrive)
     first = harness.submit(sample(max_tokens=16 * 80, eos_stops=False))
     harness.run(first, backend=backend)
     after = backend.steps[backend.place :]
@@ -172,7 +174,7 @@ def test_short_pass_waits_for_a_few_micro_batches_only(open_harness, num_request
 
 
 def test_long_passes_of_one_session_leave_a_batch_slot_to_another(open_harness):
-    """Three models with a pass of 100 micro-batches each, and another session with one of nine."""
+    """Three models run a pass of 100 micro-batches each, and another session runs a pass of nine."""
     harness = open_harness(config={"micro_batch_tokens": 64, "max_pass_tokens": 65_536})
     for name in "abc":
         model_id, _ = harness.create(name)
@@ -184,7 +186,7 @@ def test_long_passes_of_one_session_leave_a_batch_slot_to_another(open_harness):
         data = (datum(length=32),) * 9
         arrived.append(harness.submit(forward_backward(data=data), model_id=modest, seq_id=1))
 
-    backend = Visited(harness.config, arrive)
+    backend = ArrivalBackend(harness.config, arrive)
     harness.run(harness.submit(sample(max_tokens=16 * 80, eos_stops=False)), backend=backend)
     after = backend.steps[backend.place :]
     assert after.index({modest}) <= 4, "it starts while they run"
@@ -201,10 +203,12 @@ def test_client_behind_a_backlog_beyond_memory_is_served_in_turn(open_harness):
     size = len(codec.encode(large))
     queued = [harness.submit(large, model_id=greedy, seq_id=seq_id) for seq_id in range(1, 201)]
     assert 200 * size > 4 * 2**20
+
     last = harness.submit(large, model_id=modest, seq_id=1), harness.submit(sample())
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*last, backend=backend)
-    assert len(backend.passes) <= 20 and all(harness.result(each) is not None for each in last)
+    assert len(backend.passes) <= 20 and all(harness.result(request_id) is not None for request_id in last)
+
     harness.run(*queued)
     orders = harness.api.read(
         lambda tx: tx.exec(
@@ -221,12 +225,12 @@ def test_long_queue_of_one_session_delays_another_by_one_sample(open_harness):
     many(harness, [sample()] * 200)
     harness.session_id = harness.new_session()
     modest = harness.submit(sample())
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(modest, backend=backend)
     assert backend.started.index(modest) == 1
 
 
-class Interrupted(Scripted):
+class ArrivalInSliceBackend(RecordingBackend):
     """Lets another client arrive during the fifth decode slice."""
 
     def __init__(self, config, arrive):
@@ -255,10 +259,13 @@ def test_samples_of_one_request_take_turns_with_other_sessions(open_harness):
 
 
 def check_new_session_gets_the_first_free_slot(harness, first):
-    """It arrives in the fifth slice, with 16 slots and 500 waiting samples of another session."""
+    """Check that a session that arrives in the fifth slice gets the first free slot.
+
+    There are 16 slots, and 500 samples of another session are waiting.
+    """
     harness.session_id = harness.new_session()
     arrived = []
-    backend = Interrupted(harness.config, lambda: arrived.append(harness.submit(sample())))
+    backend = ArrivalInSliceBackend(harness.config, lambda: arrived.append(harness.submit(sample())))
     harness.run(first, backend=backend)
     assert backend.num_held == 16 + 2, "an eighth more than the number of slots"
     assert backend.started.index(arrived[0]) - backend.num_before <= 16, (
@@ -271,10 +278,10 @@ def test_sessions_share_free_slots_sample_by_sample(open_harness):
     many_samples = harness.submit(replace(endless(max_tokens=160), num_samples=40))
     harness.session_id = harness.new_session()
     few_samples = many(harness, [endless(max_tokens=16)] * 40)
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(many_samples, *few_samples, backend=backend)
     assert backend.started[:9].count(many_samples) == 5, "of the first nine"
-    assert max(backend.started.index(each) for each in few_samples) < 2 * len(few_samples), "and so on"
+    assert max(backend.started.index(request_id) for request_id in few_samples) < 2 * len(few_samples), "and so on"
 
 
 def test_max_tokens_does_not_limit_admission_with_kv_cache_slots(open_harness):
@@ -282,7 +289,7 @@ def test_max_tokens_does_not_limit_admission_with_kv_cache_slots(open_harness):
     harness = open_harness(config=room)
     many(harness, [replace(endless(max_tokens=None), num_samples=8)] * 3)
     last = harness.submit(sample())
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(last, backend=backend)
     assert len(backend.turns) < 500, "24 of 32 slots are taken: it starts at once"
 
@@ -291,7 +298,7 @@ def test_one_token_requests_do_not_wait_for_slots(open_harness):
     harness = open_harness(config={"sample_slots": 4})
     first, *_ = many(harness, [endless(max_tokens=320)] * 50)
     arrived = []
-    backend = Interrupted(harness.config, lambda: arrived.append(harness.submit(sample(max_tokens=1))))
+    backend = ArrivalInSliceBackend(harness.config, lambda: arrived.append(harness.submit(sample(max_tokens=1))))
     harness.run(first, backend=backend)
     assert backend.started.index(arrived[0]) == backend.num_before == 5, (
         "all slots are taken until the first sample ends"
@@ -306,7 +313,7 @@ def test_request_without_a_sampler_slot_is_passed_up_to_the_starvation_bound(ope
     waiting = harness.submit(sample(sampler=second))
     harness.session_id = harness.new_session()
     passing = many(harness, [endless(sampler=first, max_tokens=320)] * (2 * STARVATION_BOUND))
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(pinning, waiting, *passing, backend=backend)
     place = backend.started.index(waiting)
     assert place == 1 + STARVATION_BOUND, "the others pass it up to the bound"
@@ -315,7 +322,7 @@ def test_request_without_a_sampler_slot_is_passed_up_to_the_starvation_bound(ope
 def test_burst_of_samples_is_read_while_others_run(open_harness):
     harness = open_harness()
     running = harness.submit(endless())
-    backend = Scripted(harness.config)
+    backend = RecordingBackend(harness.config)
     burst = many(harness, [sample(max_tokens=1)] * 2000)
     harness.run(running, *burst, backend=backend)
     assert len(backend.started) == 2001

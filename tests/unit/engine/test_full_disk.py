@@ -1,4 +1,4 @@
-"""An engine waits while the database cannot be written, and no request fails."""
+"""The engine waits while the database is not writable, and no request fails."""
 
 import re
 import shutil
@@ -27,16 +27,16 @@ from tests.support.polling import until
 
 @pytest.fixture
 def is_full():
-    """While set, databases cannot grow on new connections: large writes fail."""
+    """While this event is set, databases cannot grow on new connections, so large writes fail."""
     full = threading.Event()
 
-    def connected(connection, _record):
+    def limit_size(connection, _record):
         if full.is_set():
             connection.execute("PRAGMA max_page_count = 1")
 
-    event.listen(Engine, "connect", connected)
+    event.listen(Engine, "connect", limit_size)
     yield full
-    event.remove(Engine, "connect", connected)
+    event.remove(Engine, "connect", limit_size)
 
 
 def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
@@ -48,6 +48,7 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
     step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
     health = EngineHealth(harness.api, silence_s=60.0)
     is_full.set()
+
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(harness.run, large, step)
         until(lambda: "no space left" in (health.read_report().problem or ""))
@@ -56,9 +57,11 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
         assert "retrying until the write succeeds" in caplog.text
         is_full.clear()
         running.result(60)
+
     assert harness.result(large).metrics["num_datums:sum"] == 5
     assert harness.result(step).metrics["unclipped_grad_l2:mean"] > 0
     assert harness.attempts(large) == harness.attempts(step) == 0
+
     harness.close()
 
 
@@ -74,10 +77,12 @@ def test_weights_leave_the_last_bytes_of_the_disk_to_the_database(tmp_path):
     assert re.match(r"the server's disk has [\d,]+ MiB left, but 4,398,046,511,104 MiB must stay free", failure.message)
     assert harness.result(trained).metrics["num_datums:sum"] == 2
     assert list(tmp_path.glob("artifacts/art-*")) == []
+
     harness.artifacts = enough
     later = harness.submit(forward_backward(), model_id=model_id, seq_id=3)
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=4)
     assert saved.path is not None and harness.result(later).metrics == harness.result(trained).metrics
+
     harness.close()
 
 
@@ -95,7 +100,7 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
 
     def undo_late(attempts, stop):
         stop.wait()
-        time.sleep(0.3)  # until the engine has failed
+        time.sleep(0.3)  # wait until a write of the engine has failed
         undo_all_on_stop(attempts, stop)
 
     monkeypatch.setattr(DeliveryAttempts, "undo_all_on_stop", undo_late)
@@ -107,16 +112,20 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
     watched = harness.submit(sample(max_tokens=4000, eos_stops=False))
     is_full.set()
     health = EngineHealth(harness.api, silence_s=60.0)
+
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(harness.run, watched)
         until(lambda: "no space left" in (health.read_report().problem or ""))
         harness.api.write(lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0))
         with pytest.raises(StoreBlocked, match="no space left on its disk"):
             running.result(60)
+
     assert harness.attempts(large) == 0
+
     is_full.clear()
     harness.run(large)
     assert harness.result(large).metrics["num_datums:sum"] == 5
+
     harness.close()
 
 

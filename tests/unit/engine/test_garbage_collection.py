@@ -1,4 +1,4 @@
-"""Garbage collection: a lost or an older database loses no weights, and deleted checkpoints go to the trash first."""
+"""Garbage collection after the loss of the database or a restore of an older copy, and the trash."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ from skyrl_tx.store.database import Store
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 
 
-def saved(harness: EngineHarness, name: str) -> ArtifactId:
-    """Train a new model for a step and save a training checkpoint; return its artifact."""
+def train_and_save(harness: EngineHarness, name: str) -> ArtifactId:
+    """Train a new model for one step, save a training checkpoint, and return its artifact id."""
     model_id, _ = harness.create(name)
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     harness.submit(optim_step(), model_id=model_id, seq_id=2)
@@ -34,13 +34,13 @@ def saved(harness: EngineHarness, name: str) -> ArtifactId:
 
 
 def age(data_dir: Path, seconds: float = 172_800.0) -> None:
-    """Make all artifacts older."""
+    """Backdate all artifacts."""
     for path in (data_dir / "artifacts").glob("art-*"):
         os.utime(path, (time.time() - seconds,) * 2)
 
 
 def run_housekeeping(harness: EngineHarness) -> None:
-    """Run an engine whose housekeeping is due in each turn."""
+    """Run an engine that does housekeeping in every turn."""
     harness.settings = harness.settings.model_copy(update={"housekeeping_interval_s": 0.001})
     harness.answer(sample(max_tokens=40, eos_stops=False))
 
@@ -56,7 +56,7 @@ def remove_database(data_dir: Path) -> None:
 
 def test_a_lost_database_loses_no_weights(tmp_path, caplog):
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.close()
     remove_database(tmp_path)
     age(tmp_path)
@@ -71,10 +71,10 @@ def test_a_lost_database_loses_no_weights(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_same_start", [False, True])
 def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
-    """The copy of the database is from an earlier start of the engine, or from the same one."""
+    """The database copy was taken during an earlier run of the engine or during the current one."""
     data_dir, copy = tmp_path / "data", tmp_path / "copy"
     harness = EngineHarness(data_dir, housekeeping_interval_s=0.001 if is_same_start else 60.0)
-    monday = saved(harness, "monday")
+    monday = train_and_save(harness, "monday")
     harness.close()
     copy.mkdir()
     for path in data_dir.glob("skyrl_tx.db*"):
@@ -82,7 +82,7 @@ def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
     identity = data_dir / "artifacts" / "identity.json"
     epoch = identity.read_bytes() if identity.is_file() else b""
     harness = EngineHarness(data_dir, housekeeping_interval_s=0.001)
-    tuesday = saved(harness, "tuesday")
+    tuesday = train_and_save(harness, "tuesday")
     harness.close()
     if is_same_start:
         assert epoch != identity.read_bytes(), "the epoch grows with time, too"
@@ -93,11 +93,15 @@ def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
     harness = EngineHarness(data_dir)
     run_housekeeping(harness)
     assert {monday, tuesday} <= present(harness)
+
     harness.close()
 
 
 def test_a_checkpoint_recorded_behind_other_writes_is_not_collected(tmp_path, monkeypatch):
-    """It was young when the references were read; the collection runs a long time later, behind queued writes."""
+    """The checkpoint is young when the references are read.
+
+    The collection runs much later, after queued writes.
+    """
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001)
     harness.run(harness.create()[1])
     unrecorded = harness.artifacts.create(lambda folder: (folder / "a.json").write_text("{}") and None).artifact_id
@@ -125,7 +129,7 @@ def delete(harness: EngineHarness) -> None:
 def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     delete(harness)
     age(tmp_path)
     run_housekeeping(harness)
@@ -134,10 +138,12 @@ def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
         f"moved artifact {artifact_id} (tinker://{harness.session_id}:train:monday/weights/monday) to the"
         in caplog.text
     )
+
     harness.settings = harness.settings.model_copy(update={"trash_retention_s": 0.0})
     run_housekeeping(harness)
     assert harness.artifacts.list_ids(trashed=True) == []
     assert f"removed artifact {artifact_id} (tinker://" in caplog.text
+
     harness.close()
 
 
@@ -171,7 +177,7 @@ def test_the_trash_takes_no_more_space_than_allowed_or_free(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp_path, nth):
-    """The process is killed before the artifact is moved, and when it is removed from the trash."""
+    """The process is killed before the artifact is moved to the trash, or while it is removed from the trash."""
     store = LocalArtifacts(tmp_path)
     write = lambda folder: (folder / "a.json").write_text("1") and None  # noqa: E731
     deleted, kept = (store.create(write, {"base_model": "m"}).artifact_id for _ in range(2))
@@ -190,15 +196,16 @@ def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp
     assert store.has(deleted) == (nth == 1) and store.open(kept)
     assert store.collect([kept], min_age_s=0) == ([deleted] if nth == 1 else [])
     assert store.list_ids(trashed=True) == ([deleted] if nth == 1 else [])
+
     store.empty_trash(retention_s=0, max_bytes=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [kept, "trash"]
 
 
 @pytest.mark.parametrize("point", ["compared", "advanced"])
 def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp_path, monkeypatch, point):
-    """The engine ends before it marks the artifacts, or after the epoch of the database has grown."""
+    """The engine ends before it marks the artifacts, or after it has advanced the database's epoch."""
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.close()
     remove_database(tmp_path)
     age(tmp_path)
@@ -226,7 +233,7 @@ def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp
 
 def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypatch, caplog):
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     delete(harness)
     age(tmp_path)
 
@@ -241,9 +248,9 @@ def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypat
 
 
 def test_a_directory_of_an_early_release_is_claimed_without_a_warning(tmp_path, caplog):
-    """Neither side has an identity, and all artifacts have rows."""
+    """Neither the database nor the directory has an identity, and every artifact has a row."""
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.api.write(lambda tx: tx.delete(identity.get(tx)))
     (tmp_path / "artifacts" / "identity.json").unlink()
     age(tmp_path)

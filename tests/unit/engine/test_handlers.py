@@ -1,4 +1,4 @@
-"""Every request that is in a model's queue can be executed and replayed."""
+"""Every request type in a model's queue can be executed and replayed."""
 
 from typing import get_args
 
@@ -8,7 +8,7 @@ from skyrl_tx.contract import codec, requests
 from skyrl_tx.engine.handlers import KINDS
 
 NOT_IN_A_QUEUE = {requests.Sample, requests.CreateCustomLoss}
-"""Samples have a queue for all models, and the API executes the creation of a loss."""
+"""Samples share one queue for all models, and the API process creates custom losses."""
 
 
 def test_every_request_to_a_model_has_an_entry() -> None:

@@ -1,4 +1,4 @@
-"""A lost device ends the engine, whatever call met it, and fails no request."""
+"""A lost device ends the engine, no matter which backend call detects it, and fails no request."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,11 @@ from skyrl_tx.testing.fake.state import FakeSnapshot
 from tests.support.engine_harness import forward_backward, optim_step, sample
 
 
-class LosesDevice(FakeBackend):
-    """A fake backend whose device is lost at the nth computation; every later one fails as well."""
+class LosingDeviceBackend(FakeBackend):
+    """A fake backend that loses its device at the nth computation.
+
+    All later computations fail too.
+    """
 
     def __init__(self, harness, computations_left):
         super().__init__("tiny", harness.config)
@@ -25,7 +28,7 @@ class LosesDevice(FakeBackend):
 
 
 def submit_all(harness):
-    """Submit the work of two models, with samples."""
+    """Submit training and samples for two models."""
     submitted = []
     for name in ("a", "b"):
         model_id, created = harness.create(name)
@@ -36,7 +39,7 @@ def submit_all(harness):
     return submitted
 
 
-def shown(harness, request_ids):
+def summarize(harness, request_ids):
     results = [harness.result(request_id) for request_id in request_ids]
     return [dict(result.metrics) if hasattr(result, "metrics") else type(result).__name__ for result in results]
 
@@ -48,7 +51,7 @@ def undisturbed(tmp_path_factory):
     harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
     request_ids = submit_all(harness)
     harness.run(*request_ids)
-    yield shown(harness, request_ids)
+    yield summarize(harness, request_ids)
     harness.close()
 
 
@@ -57,14 +60,14 @@ def test_every_request_runs_again_and_no_gradient_is_incomplete(harness, undistu
     num_lost = 0
     for computations in range(0, 24, 2):  # each engine gets a little further before its device is lost
         try:
-            harness.run(*request_ids, backend=LosesDevice(harness, computations))
+            harness.run(*request_ids, backend=LosingDeviceBackend(harness, computations))
         except BackendLost:
             num_lost += 1
         else:
             break
     assert num_lost >= 3
     harness.run(*request_ids)
-    assert shown(harness, request_ids) == undisturbed
+    assert summarize(harness, request_ids) == undisturbed
 
 
 def test_prompt_that_fails_on_a_lost_device_is_no_failure_of_its_request(harness):

@@ -1,4 +1,7 @@
-"""Several engines share a PostgreSQL database: what an ended one had goes on elsewhere, with the same bits."""
+"""Multiple engines share a PostgreSQL database.
+
+Work of an engine that ended continues on another engine, bit for bit.
+"""
 
 from collections import Counter
 
@@ -28,12 +31,12 @@ def alone(tmp_path_factory):
     harness.close()
 
 
-def engine_of(harness: EngineHarness, model_id: ModelId) -> int:
+def get_engine(harness: EngineHarness, model_id: ModelId) -> int:
     return harness.api.read(lambda tx: models.get_engine_number(tx, model_id)) or 0
 
 
 def steps(harness: EngineHarness, model_id: ModelId, first: int, count: int) -> list[RequestId]:
-    """Submit some steps of training; return the passes."""
+    """Submit training steps and return the request ids of the passes."""
     passes = []
     for step in range(first, first + count):
         passes.append(harness.submit(forward_backward(step), model_id=model_id, seq_id=2 * step + 1))
@@ -45,7 +48,7 @@ def losses(harness: EngineHarness, passes: list[RequestId]) -> list[float]:
     return [harness.result(name).metrics["loss:sum"] for name in passes]
 
 
-def undisturbed(alone: EngineHarness) -> list[float]:
+def train_undisturbed(alone: EngineHarness) -> list[float]:
     model_id, _ = alone.create()
     passes = steps(alone, model_id, 0, 2 * NUM_STEPS)
     alone.run(*passes)
@@ -56,7 +59,7 @@ def test_new_models_are_shared_out(harness):
     with SeveralEngines(harness, 2) as engines:
         created = [harness.create(f"m{number}") for number in range(6)]
         engines.wait(*(request_id for _, request_id in created))
-        assert Counter(engine_of(harness, model_id) for model_id, _ in created) == {1: 3, 2: 3}
+        assert Counter(get_engine(harness, model_id) for model_id, _ in created) == {1: 3, 2: 3}
 
 
 @pytest.mark.parametrize("how", ["lost", "stopped"])
@@ -65,12 +68,12 @@ def test_models_of_an_ended_engine_go_on_elsewhere_with_the_same_bits(harness, a
         names = [harness.create(f"m{number}")[0] for number in range(4)]
         before = [steps(harness, model_id, 0, NUM_STEPS) for model_id in names]
         engines.wait(before[0][0])
-        victim = engines.get_engine(engine_of(harness, names[0]))
+        victim = engines.get_engine(get_engine(harness, names[0]))
         victim.lose() if how == "lost" else victim.stop()
         after = [steps(harness, model_id, NUM_STEPS, NUM_STEPS) for model_id in names]
         engines.wait(*(name for passes in after for name in passes))
-        assert {engine_of(harness, model_id) for model_id in names} == {3 - victim.number}
-        expected = undisturbed(alone)
+        assert {get_engine(harness, model_id) for model_id in names} == {3 - victim.number}
+        expected = train_undisturbed(alone)
         for first, second in zip(before, after, strict=True):
             assert losses(harness, first + second) == expected
         logs = [harness.api.read(lambda tx, name=name: models.get(tx, name)) for name in names]
@@ -91,7 +94,7 @@ def test_a_sampler_that_was_in_memory_only_is_made_again_elsewhere(harness, monk
             patched.setattr(harness.artifacts, "create", fail)
             saved = harness.submit(save, model_id=model_id, seq_id=5)
             engines.wait(saved, *passes)
-            victim = engines.get_engine(engine_of(harness, model_id))
+            victim = engines.get_engine(get_engine(harness, model_id))
             victim.lose()
         row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
         request = harness.submit(
@@ -99,7 +102,7 @@ def test_a_sampler_that_was_in_memory_only_is_made_again_elsewhere(harness, monk
         )
         engines.wait(request)
         assert len(harness.result(request).sequences[0].tokens) == 8
-        assert engine_of(harness, model_id) == 3 - victim.number
+        assert get_engine(harness, model_id) == 3 - victim.number
 
 
 def test_an_engine_that_starts_gets_models_of_one_that_has_more(harness, alone, monkeypatch):
@@ -110,10 +113,10 @@ def test_an_engine_that_starts_gets_models_of_one_that_has_more(harness, alone, 
         before = [steps(harness, model_id, 0, NUM_STEPS) for model_id in names]
         engines.wait(*(name for passes in before for name in passes))
         engines.start()
-        engines.until(lambda: Counter(engine_of(harness, name) for name in names) == {1: 2, 2: 2})
+        engines.until(lambda: Counter(get_engine(harness, name) for name in names) == {1: 2, 2: 2})
         after = [steps(harness, model_id, NUM_STEPS, NUM_STEPS) for model_id in names]
         engines.wait(*(name for passes in after for name in passes))
-        expected = undisturbed(alone)
+        expected = train_undisturbed(alone)
         for first, second in zip(before, after, strict=True):
             assert losses(harness, first + second) == expected
 
@@ -122,7 +125,7 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
     with SeveralEngines(harness, 2) as engines:
         model_id, created = harness.create()
         engines.wait(created)
-        victim = engines.get_engine(engine_of(harness, model_id))
+        victim = engines.get_engine(get_engine(harness, model_id))
         other = 3 - victim.number
         victim.lose()
         quarantined = harness.submit(sample(), engine=victim.number)
@@ -135,12 +138,13 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
         assert [row.request_id for row in harness.api.read(lambda tx: futures.list_in_flight(tx, victim.number))] == [
             quarantined
         ]
-        assert engine_of(harness, model_id) == other, "only what the request needs stays"
+        assert get_engine(harness, model_id) == other, "only what the request needs stays"
         assert engines.start().number == victim.number
+
         engines.wait(quarantined)
 
 
 def record_status(tx: Session, number: int) -> None:
-    """Let an ended engine have published its status just now."""
+    """Record a status for an engine that has ended, as if it had just been published."""
     row = next(row for row in engine_state.list_engines(tx) if row.number == number)
     row.updated_at = engine_state.get_shared_time(tx)

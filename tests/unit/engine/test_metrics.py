@@ -1,4 +1,4 @@
-"""The engine's metrics: what a result counts, owners, and a backend that tells nothing or fails."""
+"""Engine metrics: work per result and owner, and backends that report nothing or fail."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""An engine whose artifacts are in an object store: new machines, outages, garbage collection, the wrong place."""
+"""Engines with artifacts in an object store: new machines, outages, garbage collection, and a wrong location."""
 
 import os
 import time
@@ -39,7 +39,7 @@ def on_machine(tmp_path: Path, bucket: Bucket, name: str) -> ObjectArtifacts:
 
 
 def train(harness: EngineHarness, model_id: ModelId, seq_id: int = 1) -> list[float]:
-    """Train for some steps; return the losses."""
+    """Train for some steps and return the losses."""
     losses: list[float] = []
     for step in range(NUM_STEPS):
         passed = harness.submit(forward_backward(step), model_id=model_id, seq_id=seq_id + 2 * step)
@@ -56,13 +56,13 @@ def save(harness: EngineHarness, model_id: ModelId, seq_id: int, name: str = "a"
 
 
 def age(tmp_path: Path) -> None:
-    """Make all artifacts older."""
+    """Backdate all artifacts."""
     for path in (tmp_path / "objects").glob("art-*/**/*"):
         os.utime(path, (time.time() - 172_800,) * 2)
 
 
 def collect_until(harness: EngineHarness, is_done) -> None:
-    """Run engines whose housekeeping is due in each turn, until it has done what is expected."""
+    """Run engines that do housekeeping in every turn until the expected state is reached."""
     harness.settings = harness.settings.model_copy(update={"housekeeping_interval_s": 0.001})
     for _ in range(20):
         harness.answer(sample(max_tokens=100, eos_stops=False))
@@ -172,15 +172,17 @@ def test_a_database_is_served_with_its_own_artifacts_only(
     artifact_id = save(harness, model_id, 1)
     right = harness.artifacts
     empty = Bucket.open_url(f"file://{tmp_path}/others")
+
     for wrong in (on_machine(tmp_path, empty, "second"), LocalArtifacts(tmp_path / "data" / "artifacts")):
         harness.artifacts = wrong
         with pytest.raises(
             UserError, match=r"the database refers to \d artifacts, but .* has none of them: set --artifacts"
         ):
             harness.run(created)
+
     harness.artifacts = right
     harness.run(created)
-    right.forget_identity()  # as after damage of the database
+    right.forget_identity()  # simulates a damaged database
     identity.check_artifacts(harness.api, right)
     assert artifact_id in right.list_ids()
 

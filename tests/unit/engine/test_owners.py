@@ -1,4 +1,4 @@
-"""Owners share the device equally, whatever number of sessions each has, and cached prompts stay with their owner."""
+"""Owners share the device equally for any number of sessions, and do not share cached prompts."""
 
 import time
 from collections import Counter
@@ -17,8 +17,8 @@ ANN, BOB = 65, 66
 """The first token of each owner's prompts."""
 
 
-class Recorded(FakeBackend):
-    """Records the requests, and before each slice the number of open samples of each owner."""
+class RecordingBackend(FakeBackend):
+    """Records all requests, and before each slice how many samples of each owner are open."""
 
     def __init__(self, config):
         super().__init__("tiny", config)
@@ -64,7 +64,7 @@ def test_one_session_next_to_fifteen_of_another_owner_has_half_of_the_slots(make
             harness.submit(ask(ANN, max_tokens=160))
     harness.become("bob")
     of_bob = [harness.submit(ask(BOB, max_tokens=80)) for _ in range(16)]
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*of_bob, backend=backend)
     under_load = backend.slices[: max(n for n, num_open in enumerate(backend.slices) if num_open[BOB] == 4)]
     assert len(under_load) >= 15
@@ -77,7 +77,7 @@ def test_owner_alone_has_all_slots_and_gives_them_back_as_samples_end(make_harne
     of_ann = [harness.submit(ask(ANN, max_tokens=16 * n)) for n in range(1, 20)]
     arrived = []
 
-    class Interrupted(Recorded):
+    class Interrupted(RecordingBackend):
         def step_sample(self):
             if len(self.slices) == 5:
                 harness.become("bob")
@@ -102,12 +102,12 @@ def test_cached_prompts_are_used_for_their_owner_only_unless_shared(make_harness
     for owner in ("ann", "bob"):
         harness.become(owner)
         asked.append(harness.submit(ask(ANN)))
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*asked, backend=backend)
     assert [backend.requests[request_id].cache_scope for request_id in asked] == scopes
 
 
-class Stepped(Pass):
+class RecordingPass(Pass):
     """A pass that records the sessions of its micro-batches."""
 
     def __init__(self, inner, model_id, steps):
@@ -124,7 +124,7 @@ class Stepped(Pass):
         self.inner.abort()
 
 
-class Trained(FakeBackend):
+class ArrivalBackend(FakeBackend):
     """Records the session of each micro-batch, and calls `arrive` before the tenth."""
 
     def __init__(self, config, arrive):
@@ -133,7 +133,7 @@ class Trained(FakeBackend):
 
     def begin_pass(self, batch, *, backward):
         inner = super().begin_pass(batch, backward=backward)
-        return Stepped(inner, batch.examples[0].model_id, self.steps)
+        return RecordingPass(inner, batch.examples[0].model_id, self.steps)
 
     def step_sample(self):
         if len(self.steps) >= 10 and self.arrive is not None:
@@ -161,7 +161,7 @@ def test_long_pass_of_one_owner_has_half_of_the_micro_batches_next_to_many_of_an
         harness.session_id, harness.owner = bob, "bob"
         arrived.append(harness.submit(long, model_id=of_bob, seq_id=1))
 
-    backend = Trained(harness.config, arrive)
+    backend = ArrivalBackend(harness.config, arrive)
     harness.run(running, backend=backend)
     first = backend.steps.index(bob)
     assert first <= 14, "a place was reserved for it, and it is next"
@@ -184,18 +184,18 @@ def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatc
     steps = [harness.submit(forward_backward(), model_id=first, seq_id=1)]
     steps.append(harness.submit(optim_step(), model_id=first, seq_id=2))
     second, _ = harness.create("second")
-    backend = Forgetful(harness, first, second)
+    backend = TwoModelBackend(harness, first, second)
     backend.more = steps
     last = harness.submit(sample(max_tokens=16 * 60, eos_stops=False))
     harness.run(last, backend=backend)
     assert cursors.count((first, 1)) <= 2 and (first, 3) in cursors, "it was forgotten"
-    results = [harness.result(each) for each in backend.more]
-    assert [getattr(each, "message", None) for each in results[:-1]] == [None] * (len(results) - 1)
+    results = [harness.result(request_id) for request_id in backend.more]
+    assert [getattr(result, "message", None) for result in results[:-1]] == [None] * (len(results) - 1)
     assert results[-1].message.startswith("seq_id 2 arrived too late"), "its last barrier is known"
 
 
-class Forgetful(FakeBackend):
-    """Lets the client use the two models in turn."""
+class TwoModelBackend(FakeBackend):
+    """Submits passes of two models in turn, during decode slices."""
 
     def __init__(self, harness, *models):
         super().__init__("tiny", harness.config)
@@ -215,7 +215,7 @@ class Forgetful(FakeBackend):
 
 
 def test_owner_behind_a_backlog_of_another_beyond_memory_is_served_in_turn(make_harness):
-    """The memory holds less than 200 of the 1,000 waiting requests."""
+    """Fewer than 200 of the 1,000 waiting requests fit in memory."""
     harness = make_harness({"max_pass_tokens": 64, "micro_batch_tokens": 16}, max_backlog_bytes=2**16)
     forward = forward_backward(backward=False, data=(datum(length=32),))
     harness.become("ann")
@@ -230,6 +230,7 @@ def test_owner_behind_a_backlog_of_another_beyond_memory_is_served_in_turn(make_
     harness.run(last)
     done = harness.api.read(lambda tx: futures.get_outcomes(tx, queued))
     assert len(done) < 300, "it is next once it is read"
+
     harness.run(*queued)
     in_order = select(RequestRow.seq_id).where(RequestRow.model_id == of_ann, RequestRow.seq_id > 0)
     orders = harness.api.read(lambda tx: tx.exec(in_order.order_by(RequestRow.answer_order)).all())

@@ -1,4 +1,4 @@
-"""Conversion of requests to batches and of results to outputs."""
+"""Conversion of requests to batches, and of results to outputs."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_metrics_are_combined_as_the_sdk_combines_chunks():
 
 
 def test_means_over_chunks_are_correct_or_absent():
-    """A chunk without counted positions, as with zero advantages, has no mean, and its sums are correct."""
+    """A chunk without counted positions, for example one with zero advantages, has no mean but correct sums."""
 
     def chunk(*terms):
         logprobs = np.zeros(2, np.float32)
@@ -85,7 +85,7 @@ def test_null_max_tokens_means_up_to_the_context():
     assert prepare.make_sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
 
 
-def request_of(num_samples, **params):
+def make_request(num_samples, **params):
     return SampleRequest(
         request_id=REQUEST,
         sampler=None,
@@ -110,40 +110,40 @@ def delta(index, text, stop_reason=None, prompt=None):
     )
 
 
-def text_of(tokens):
+def decode(tokens):
     return "".join(map(chr, tokens))
 
 
 def test_deltas_are_joined_by_index():
-    gathering = SampleAssembler(request_of(2), text_of)
+    gathering = SampleAssembler(make_request(2), decode)
     prompt = PromptResult(logprobs=np.array([np.nan], np.float32))
-    for each in (delta(1, "xy"), delta(0, "a", prompt=prompt), delta(1, "z", "stop")):
-        gathering.add(each)
+    for sample_delta in (delta(1, "xy"), delta(0, "a", prompt=prompt), delta(1, "z", "stop")):
+        gathering.add(sample_delta)
     assert gathering.num_open > 0
     gathering.add(delta(0, "b", "length"))
     assert gathering.num_open == 0
     output = gathering.build_output()
-    assert [text_of(each.tokens) for each in output.sequences] == ["ab", "xyz"]
-    assert [each.stop_reason for each in output.sequences] == ["length", "stop"]
+    assert [decode(sequence.tokens) for sequence in output.sequences] == ["ab", "xyz"]
+    assert [sequence.stop_reason for sequence in output.sequences] == ["length", "stop"]
     assert output.prompt is prompt
 
 
 def test_a_gap_comes_with_the_end_of_its_sample_and_is_stored():
-    gathering, gap = SampleAssembler(request_of(2), text_of), TrainerGap(mean=0.25, largest=0.5, num_tokens=2)
+    gathering, gap = SampleAssembler(make_request(2), decode), TrainerGap(mean=0.25, largest=0.5, num_tokens=2)
     gathering.add(delta(0, "a"))
     gathering.add(structs.replace(delta(0, "", "length"), trainer_gap=gap))
     gathering.add(delta(1, "b", "stop"))
     output = gathering.build_output()
-    assert [each.trainer_gap for each in output.sequences] == [gap, UNSET]
+    assert [sequence.trainer_gap for sequence in output.sequences] == [gap, UNSET]
     stored = codec.decode(codec.encode(output))
-    assert isinstance(stored, SampleOutput) and [each.trainer_gap for each in stored.sequences] == [gap, UNSET]
+    assert isinstance(stored, SampleOutput) and [sequence.trainer_gap for sequence in stored.sequences] == [gap, UNSET]
 
 
 def test_stop_string_truncates_tokens_logprobs_and_topk():
-    gathering = SampleAssembler(request_of(1, stop_strings=("bc",)), text_of)
+    gathering = SampleAssembler(make_request(1, stop_strings=("bc",)), decode)
     gathering.add(delta(0, "ab"))
     gathering.add(delta(0, "cde"))
     gathering.add(delta(0, "fgh", "length"))
     [sequence] = gathering.build_output().sequences
-    assert text_of(sequence.tokens) == "abc" and sequence.stop_reason == "stop"
+    assert decode(sequence.tokens) == "abc" and sequence.stop_reason == "stop"
     assert len(sequence.logprobs) == len(sequence.topk.token_ids) == len(sequence.topk.logprobs) == 3

@@ -1,4 +1,4 @@
-"""Signals and ends of the engine process."""
+"""Signals and exits of the engine process."""
 
 import asyncio
 import itertools
@@ -40,6 +40,7 @@ def own_signals():
 def test_sigterm_stops_cleanly(harness):
     process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings,))
     process.start()
+
     try:
         model_id, _ = harness.create()
         harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -55,13 +56,14 @@ def test_sigterm_stops_cleanly(harness):
     finally:
         process.kill()
         process.join()
+
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == 2
     assert harness.api.read(engine_state.get).status == "stopping"
 
 
 def test_clean_stop_counts_no_delivery_attempt(harness):
     start = multiprocessing.get_context("spawn").Process
-    process = start(target=run_fake_engine, args=(harness.settings, 60.0))  # a step takes longer than anybody waits
+    process = start(target=run_fake_engine, args=(harness.settings, 60.0))  # each step takes 60 s
     process.start()
     try:
         model_id, _ = harness.create()
@@ -80,7 +82,7 @@ def open_requests(harness):
 
 def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     undisturbed = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
-    expected = losses_of(undisturbed, train(undisturbed))
+    expected = compute_losses(undisturbed, train(undisturbed))
     undisturbed.close()
     passes = train(harness)
     process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings, 0.01))
@@ -92,7 +94,7 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     process.join()
     num_answered = len(harness.api.read(lambda tx: futures.get_outcomes(tx, passes)))
     assert num_answered < len(passes), "the engine ended before it was killed"
-    assert losses_of(harness, passes) == expected
+    assert compute_losses(harness, passes) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def train(harness):
     return passes
 
 
-def losses_of(harness, passes):
+def compute_losses(harness, passes):
     harness.run(*passes)
     return [harness.result(name).metrics["loss:sum"] for name in passes]
 
@@ -199,7 +201,7 @@ def test_a_metrics_port_that_is_in_use_is_named(harness):
 
 @pytest.mark.parametrize("has_published", [False, True])
 def test_a_crash_counts_only_for_what_this_run_of_a_container_ran(harness, monkeypatch, has_published):
-    """Both runs have the host name and the process id of this process, as a container has after a restart."""
+    """Both runs have the same host name and process id, as happens when a container restarts."""
     passed = harness.submit(forward_backward(), model_id=harness.create()[0], seq_id=1)
     harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [passed], is_alone=True))
     publish(harness.api, "the run before")
@@ -228,7 +230,7 @@ def publish(store: Store, boot_id: str) -> None:
 def test_rank_0_in_the_foreground_does_not_wait_for_hosts_that_are_gone(
     harness, monkeypatch, caplog, num_hosts, status
 ):
-    """The shutdown of JAX waits for all hosts, and aborts the process in the end."""
+    """JAX's own shutdown would wait for all hosts and finally abort the process."""
 
     def lose(*_: object, **__: object) -> None:
         raise EngineLost("host 1 has ended during step_sample")

@@ -26,8 +26,11 @@ from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, 
 DAY_S = 86_400.0
 
 
-def trained(harness, num_steps=3):
-    """Train a model and stop, so that a snapshot has all its log records; return its logprobs."""
+def train(harness, num_steps=3):
+    """Train a model and stop the engine, so that the snapshot includes all log records.
+
+    Returns the model id and its logprobs.
+    """
     model_id, _ = harness.create()
     names = []
     for step in range(num_steps):
@@ -38,7 +41,7 @@ def trained(harness, num_steps=3):
     return model_id, harness.result(last).logprobs[0].tobytes()
 
 
-def looked_at(harness, model_id):
+def run_forward(harness, model_id):
     return harness.answer(forward_backward(99, backward=False), model_id=model_id)
 
 
@@ -63,41 +66,41 @@ def damage(harness, model_id):
 
 
 def test_damaged_snapshot_is_replayed_from_the_beginning(harness, caplog):
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     damage(harness, model_id)
     with caplog.at_level(logging.ERROR):
-        assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+        assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
     assert "does not match the manifest; replaying all of its requests instead" in caplog.text
 
 
 def test_missing_snapshot_is_replayed_from_the_beginning(harness):
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     shutil.rmtree(snapshot_files(harness, model_id)[0].parent)
-    assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
 
 
 def test_damaged_snapshot_without_its_log_reports_the_lost_model(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     damage(harness, model_id)
     forget_bodies(harness, model_id)
-    failure = looked_at(harness, model_id)
+    failure = run_forward(harness, model_id)
     assert failure.category == ErrorCategory.SERVER
     assert failure.message.startswith(f"model {model_id} is lost: its snapshot after request 7, written at ")
     assert "does not match the manifest" in failure.message
     assert failure.message.endswith("have been removed; checkpoints that were saved by name can still be loaded")
 
 
-class OtherBase(FakeBackend):
-    """The fake backend with another base model hash."""
+class OtherBaseBackend(FakeBackend):
+    """The fake backend with a different base model hash."""
 
     def start(self):
         return dataclasses.replace(super().start(), base_model_hash="0123456789abcdef")
 
 
 def test_models_of_another_base_model_are_refused(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     with pytest.raises(UserError) as refusal:
-        harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBase("tiny", harness.config))
+        harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBaseBackend("tiny", harness.config))
     assert refusal.value.message == (
         f"1 models in this data directory, for example {model_id}, were trained on other weights than tiny: "
         "their base model has the hash fake-128, tiny has 0123456789ab; serve the base model that they were trained "
@@ -134,6 +137,7 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
         f"1 models in this data directory, for example {model_id}, have adapters of {named[0]}, but this server makes "
         f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave these models behind"
     )
+
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     harness.api.write(models.abandon_all)
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
@@ -146,20 +150,23 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
 
 
 def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_base_only(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     assert [row.model_id for row in harness.api.write(models.abandon_all)] == [model_id]
+
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
     _, elsewhere = harness.make(load, "elsewhere")
-    harness.run(elsewhere, backend=OtherBase("tiny", harness.config))
+    harness.run(elsewhere, backend=OtherBaseBackend("tiny", harness.config))
     assert harness.result(elsewhere).message == (
         "these weights belong to another base model, with the hash fake-128: this server's has 0123456789ab; "
         "load them on a server of their base model"
     )
+
     copy, _ = harness.make(load, "copy")
-    assert looked_at(harness, copy).metrics
-    failure = looked_at(harness, model_id)
+    assert run_forward(harness, copy).metrics
+
+    failure = run_forward(harness, model_id)
     assert failure.message == (
         f"model_id '{model_id}' was left behind by a start with --fresh; its saved weights can be loaded"
     )
@@ -182,7 +189,7 @@ def test_another_fingerprint_is_a_warning(harness, caplog):
         def start(self):
             return dataclasses.replace(super().start(), fingerprint={"dtype": "float16"})
 
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     name = harness.submit(forward_backward(1), model_id=model_id)
     with caplog.at_level(logging.WARNING):
         harness.run(name, backend=Newer("tiny", harness.config))
@@ -203,7 +210,7 @@ def test_refused_barrier_is_a_barrier_after_a_restart(harness):
 
 def test_replaced_snapshots_are_removed(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
-    trained(harness, num_steps=6)
+    train(harness, num_steps=6)
     kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert [path.name for path in (tmp_path / "artifacts").glob("art-*")] == list(kept)
     assert len(kept) == 1
@@ -214,12 +221,12 @@ def test_snapshot_that_the_last_one_replaces_is_removed_before_a_clean_stop_ends
     queued = []
     close = BackgroundWriter.close
 
-    def noted(writer):
+    def record_and_close(writer):
         queued.append(list(writer._jobs))
         close(writer)
 
-    monkeypatch.setattr(BackgroundWriter, "close", noted)
-    model_id, _ = trained(harness)
+    monkeypatch.setattr(BackgroundWriter, "close", record_and_close)
+    model_id, _ = train(harness)
     first = snapshot_files(harness, model_id)
     assert harness.answer(forward_backward(), model_id=model_id).metrics
     assert snapshot_files(harness, model_id) != first
@@ -231,7 +238,7 @@ def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monk
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
     with monkeypatch.context() as patch:
         patch.setattr(harness.artifacts, "remove", Mock(side_effect=OSError("busy")))
-        trained(harness)
+        train(harness)
     assert ": busy" in caplog.text
     kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert len(list((tmp_path / "artifacts").glob("art-*"))) > 1
@@ -241,7 +248,7 @@ def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monk
 
 
 def test_artifacts_are_safetensors_and_json_and_rows_contain_no_path(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
     found = {path.suffix for path in (harness.data_dir / "artifacts").rglob("*") if path.is_file()}
     assert found == {".safetensors", ".json"}
@@ -252,7 +259,7 @@ def test_artifacts_are_safetensors_and_json_and_rows_contain_no_path(harness):
 
 def test_moved_data_directory_works(tmp_path):
     harness = EngineHarness(tmp_path / "here")
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     session_id = harness.session_id
     harness.close()
     for path in (tmp_path / "here").rglob("*"):
@@ -261,13 +268,13 @@ def test_moved_data_directory_works(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     moved = EngineHarness(tmp_path / "there")
     moved.session_id = session_id
-    assert looked_at(moved, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(moved, model_id).logprobs[0].tobytes() == expected
     assert moved.answer(optim_step(), model_id=model_id, seq_id=8).metrics["unclipped_grad_l2:mean"] >= 0
     moved.close()
 
 
 class Clock:
-    """The current time of API, engine and store."""
+    """The current time as seen by the API, the engine and the store."""
 
     def __init__(self, monkeypatch):
         self.ahead_s = 0.0
@@ -275,8 +282,8 @@ class Clock:
         monkeypatch.setattr(time, "time", lambda: real() + self.ahead_s)
 
 
-class Watched(FakeBackend):
-    """Counts the deletions of models."""
+class CountingBackend(FakeBackend):
+    """Counts deleted models."""
 
     num_deleted = 0
 
@@ -291,11 +298,11 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
     assert harness.settings.session_timeout_s == 1800.0
     assert harness.settings.session_retention_s == 7 * DAY_S
     clock = Clock(monkeypatch)
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
 
     def after(ahead_s):
         clock.ahead_s = ahead_s
-        backend = Watched("tiny", harness.config)
+        backend = CountingBackend("tiny", harness.config)
         first = harness.submit(forward_backward(99, backward=False), model_id=model_id)
         harness.run(first, harness.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
         return backend.num_deleted, harness.result(first)
@@ -304,9 +311,9 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
         num_deleted, seen = after(ahead_s)
         assert num_deleted == leaves
         assert seen.logprobs[0].tobytes() == expected, "the restored model is bit-equal"
-    clock.ahead_s = 14.0 * DAY_S  # 7.1 after it was last asked
+    clock.ahead_s = 14.0 * DAY_S  # 7.1 days after the last request
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
-    gone = looked_at(harness, model_id)
+    gone = run_forward(harness, model_id)
     assert gone.message.startswith(f"model_id '{model_id}' was removed because its session sent no heartbeats")
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) is None
     harness.close()
@@ -316,11 +323,11 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
 def test_heartbeat_keeps_a_model(tmp_path, monkeypatch):
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001)
     clock = Clock(monkeypatch)
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     clock.ahead_s = 30 * DAY_S
     harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time() + 30 * DAY_S))
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
-    assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
     harness.close()
 
 

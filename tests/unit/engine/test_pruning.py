@@ -22,7 +22,7 @@ BODIES = (forward_backward(), optim_step(), sample())
 
 
 def new_request(harness: EngineHarness, model_id, number: int) -> NewRequest:
-    """Return the session's n-th request: a pass, an optim_step and a sample in turn."""
+    """Return the session's n-th request. Requests cycle through pass, optim_step and sample."""
     request = BODIES[number % 3]
     is_sample = isinstance(request, requests.Sample)
     where = {"sampling_session_id": SAMPLER} if is_sample else {"model_id": model_id}
@@ -59,8 +59,8 @@ def size(harness: EngineHarness) -> int:
     return harness.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA page_count").scalar_one()) * 4096
 
 
-def settled(harness: EngineHarness) -> int:
-    """Return the size of the database once it is pruned."""
+def wait_until_pruned(harness: EngineHarness) -> int:
+    """Wait until the database is pruned and return its size."""
     until(lambda: num_rows(harness) <= 1)
     until(
         lambda: harness.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA freelist_count").scalar_one()) == 0
@@ -70,27 +70,30 @@ def settled(harness: EngineHarness) -> int:
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=(pytest.mark.slow, pytest.mark.exhaustive))])
 def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Points are kept as long as their run; the bound of 200,000 would take too long to reach.
+    # Points are kept as long as their run. Reaching the limit of 200,000 would take too long.
     monkeypatch.setattr(points, "find_superfluous", partial(points.find_superfluous, max_points=2 * A_ROUND))
     quick = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.05}
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)
     model_id, created = harness.create()
     sizes: list[int] = []
+
     with live_engine(harness.settings, harness.backend()):
         for number in range(num_rounds):
             send(harness, model_id, 1 + A_ROUND * number, A_ROUND)
             if number % (num_rounds // 4) == 0:
-                sizes.append(settled(harness))
-        sizes.append(settled(harness))
+                sizes.append(wait_until_pruned(harness))
+        sizes.append(wait_until_pruned(harness))
         last = A_ROUND * num_rounds
         row = harness.api.read(lambda tx: models.get(tx, model_id))
         for number in (1, 2, last - 1, last):
             with pytest.raises(RequestPruned):
                 harness.api.write(partial(futures.submit, new=new_request(harness, model_id, number), now=time.time()))
         send(harness, model_id, last + 1, 3)
+
     assert max(sizes[1:]) <= sizes[0] * 1.25, sizes
     assert row.effect_order == 1 + 2 * last // 3, "the creation, and each pass and step once"
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, [created])) == {created: "done"}
+
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=last + 4))
     harness.close()
 
@@ -98,8 +101,8 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
 NUM_SAVES = 6
 
 
-def sampled_and_killed(harness: EngineHarness) -> None:
-    """Run a client that saves and samples in turn, fetches half of the results, and is killed."""
+def run_killed_client(harness: EngineHarness) -> None:
+    """Run a client that alternates saves and samples, fetches half of the results, and is then killed."""
     harness.session_id = harness.new_session()
     model_id, _ = harness.create()
     names = [SamplingSessionId(f"{harness.session_id}:sample:{number}") for number in range(NUM_SAVES)]
@@ -114,8 +117,8 @@ def sampled_and_killed(harness: EngineHarness) -> None:
     harness.api.write(lambda tx: futures.mark_fetched(tx, asked[:NUM_SAVES], time.time()))
 
 
-def left(harness: EngineHarness) -> dict[str, int]:
-    """Count the rows of each table that grows with requests."""
+def count_rows(harness: EngineHarness) -> dict[str, int]:
+    """Count the rows in each table that grows with the number of requests."""
     tables = {"requests": RequestRow, "samplers": SamplingSessionRow, "marks": PrunedRow, "snapshots": SnapshotRow}
 
     def count(tx):
@@ -129,18 +132,24 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
     harness = EngineHarness(tmp_path, result_retention_s=0.0, request_retention_s=0.0, housekeeping_interval_s=0.1)
     real, ahead_s = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+
     with live_engine(harness.settings, harness.backend()):
         for num_runs in (1, 2):
-            sampled_and_killed(harness)
+            run_killed_client(harness)
             ahead_s += 8 * 86_400.0
             if num_runs == 1:  # nearly
                 harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time()))
-                until(lambda: left(harness)["samplers"] == 4)  # the newest of its model
+                until(lambda: count_rows(harness)["samplers"] == 4)  # the newest sampler of the model
                 ahead_s += 8 * 86_400.0
-            until(lambda: {**left(harness), "marks": 0} == {"requests": 0, "samplers": 0, "marks": 0, "snapshots": 0})
-            assert left(harness)["marks"] == num_runs, "one per model"
+            until(
+                lambda: (
+                    {**count_rows(harness), "marks": 0} == {"requests": 0, "samplers": 0, "marks": 0, "snapshots": 0}
+                )
+            )
+            assert count_rows(harness)["marks"] == num_runs, "one per model"
             row = harness.api.read(lambda tx: sessions.get(tx, harness.session_id))
             assert row.finish_reason == "no heartbeat for 604800 s"
+
     harness.close()
 
 

@@ -1,4 +1,4 @@
-"""A request that crashes engines, or that cannot be restored, fails alone."""
+"""A request that crashes engines or cannot be restored fails without affecting other requests."""
 
 import threading
 
@@ -16,8 +16,8 @@ from tests.support.logged_error import find_logged_error
 from tests.support.polling import until
 
 
-class Faulty(FakeBackend):
-    """Raises in one method, for one model and its samplers."""
+class FaultyBackend(FakeBackend):
+    """Raises an error in one method for one model and its samplers."""
 
     def __init__(self, harness, where, model_id, error):
         super().__init__("tiny", harness.config)
@@ -31,7 +31,7 @@ class Faulty(FakeBackend):
         self._raise_in("restore", model_id)
         super().restore(model_id, spec, source, parts)
 
-    def forward_backward(self, batch):  # used by replay only
+    def forward_backward(self, batch):  # only replay calls this
         self._raise_in("replay", batch.examples[0].model_id)
         return super().forward_backward(batch)
 
@@ -44,8 +44,8 @@ class Faulty(FakeBackend):
         return super().capture(model_id, parts)
 
 
-def trained(harness, name):
-    """Train a model for one step and save a sampler; return both ids."""
+def train_and_save(harness, name):
+    """Train a model for one step, save a sampler, and return both ids."""
     model_id, _ = harness.create(name)
     for seq_id, request in enumerate((forward_backward(), optim_step()), 1):
         harness.submit(request, model_id=model_id, seq_id=seq_id)
@@ -62,7 +62,7 @@ def trained(harness, name):
 @pytest.mark.parametrize("where", ["restore", "replay", "load_sampler"])
 def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, error, caplog):
     harness = EngineHarness(tmp_path)
-    (bad, sampler), (good, other) = trained(harness, "bad"), trained(harness, "good")
+    (bad, sampler), (good, other) = train_and_save(harness, "bad"), train_and_save(harness, "good")
     if where == "replay":
         harness.api.write(lambda tx: models.delete_snapshot(tx, bad))
     if where == "load_sampler":
@@ -73,22 +73,28 @@ def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, e
         others = [harness.submit(sample(sampler=other))]
     others.append(harness.submit(forward_backward(1), model_id=good, seq_id=4))
     is_deadly = isinstance(error, BackendLost)
-    for _ in range((1 + harness.settings.max_attempts) * is_deadly):  # the first time together, then alone
+
+    for _ in range(
+        (1 + harness.settings.max_attempts) * is_deadly
+    ):  # together with the other requests the first time, then alone
         with pytest.raises(BackendLost):
-            harness.run(deadly, *others, backend=Faulty(harness, where, bad, error))
-    harness.run(deadly, *others, backend=Faulty(harness, where, bad, error))
+            harness.run(deadly, *others, backend=FaultyBackend(harness, where, bad, error))
+
+    harness.run(deadly, *others, backend=FaultyBackend(harness, where, bad, error))
     failure = harness.result(deadly)
     assert failure.category == ErrorCategory.SERVER
+
     if is_deadly:
         assert "the engine crashed 3 times" in failure.message
     else:
         assert find_logged_error(failure.message, caplog) is error
     assert not any(isinstance(harness.result(request_id), Failure) for request_id in others)
+
     harness.close()
 
 
 def test_unreadable_snapshot_is_replaced_by_replay(harness, caplog):
-    model_id, _ = trained(harness, "m")
+    model_id, _ = train_and_save(harness, "m")
     kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).artifact_id
     open_artifact = harness.artifacts.open
 
@@ -106,15 +112,15 @@ def test_unreadable_snapshot_is_replaced_by_replay(harness, caplog):
 def test_failed_capture_costs_only_the_snapshot(harness, caplog):
     model_id, created = harness.create()
     step = [harness.submit(request, model_id=model_id, seq_id=n) for n, request in enumerate((forward_backward(),), 1)]
-    harness.run(created, *step, backend=Faulty(harness, "capture", model_id, RuntimeError("RESOURCE_EXHAUSTED")))
+    harness.run(created, *step, backend=FaultyBackend(harness, "capture", model_id, RuntimeError("RESOURCE_EXHAUSTED")))
     assert "RESOURCE_EXHAUSTED" in caplog.text
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) is None
     result = harness.answer(optim_step(), model_id=model_id, seq_id=2)
     assert result.metrics["unclipped_grad_l2:mean"] > 0, "the pass was replayed"
 
 
-class Poisoned(FakeBackend):
-    """Loses its device during a sample of one prompt, or a pass with an example of one length."""
+class PoisonedBackend(FakeBackend):
+    """Loses its device during a sample with a given prompt or a pass with an example of a given length."""
 
     def __init__(self, harness, prompt=None, length=None):
         super().__init__("tiny", harness.config)
@@ -137,12 +143,12 @@ class Poisoned(FakeBackend):
         whole = super().begin_pass(batch, backward=backward)
         step, lengths = whole.step, [len(example.tokens) for example in batch.examples]
 
-        def watched():
+        def step_or_fail():
             if lengths and lengths.pop(0) == self.length:
                 raise BackendLost("poison")
             return step()
 
-        whole.step = watched
+        whole.step = step_or_fail
         return whole
 
 
@@ -153,10 +159,10 @@ def test_crashing_sample_does_not_fail_a_running_pass(harness):
     deadly = harness.submit(sample((66, 66), max_tokens=50, eos_stops=False))
     long = harness.submit(forward_backward(data=tuple(map(datum, range(20)))), model_id=model_id, seq_id=1)
     others = harness.submit(sample(max_tokens=100, eos_stops=False))
-    for _ in range(1 + harness.settings.max_attempts):  # the first time together, then alone
+    for _ in range(1 + harness.settings.max_attempts):  # together with the other requests the first time, then alone
         with pytest.raises(BackendLost):
-            harness.run(deadly, long, others, backend=Poisoned(harness, prompt=[66, 66]))
-    harness.run(deadly, long, others, backend=Poisoned(harness, prompt=[66, 66]))
+            harness.run(deadly, long, others, backend=PoisonedBackend(harness, prompt=[66, 66]))
+    harness.run(deadly, long, others, backend=PoisonedBackend(harness, prompt=[66, 66]))
     assert "the engine crashed 3 times" in harness.result(deadly).message
     assert harness.result(long).metrics["num_datums:sum"] == 20
     assert len(harness.result(others).sequences[0].tokens) == 100
@@ -169,16 +175,16 @@ def test_crashing_pass_does_not_fail_running_samples(harness):
     data = (*map(datum, range(10)), datum(0, 13))
     deadly = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=1)
     others = [harness.submit(sample((65 + n,), max_tokens=100, eos_stops=False)) for n in range(3)]
-    for _ in range(1 + harness.settings.max_attempts):  # the first time together, then alone
+    for _ in range(1 + harness.settings.max_attempts):  # together with the other requests the first time, then alone
         with pytest.raises(BackendLost):
-            harness.run(deadly, *others, backend=Poisoned(harness, length=13))
-    harness.run(deadly, *others, backend=Poisoned(harness, length=13))
+            harness.run(deadly, *others, backend=PoisonedBackend(harness, length=13))
+    harness.run(deadly, *others, backend=PoisonedBackend(harness, length=13))
     assert "the engine crashed 3 times" in harness.result(deadly).message
     assert [len(harness.result(request_id).sequences[0].tokens) for request_id in others] == [100, 100, 100]
 
 
-class Killed(BaseException):
-    """Stands for the end of the process by a signal from outside."""
+class ProcessKilled(BaseException):
+    """Simulates a signal from outside that ends the process."""
 
 
 def test_kills_from_outside_fail_no_request(harness):
@@ -189,13 +195,13 @@ def test_kills_from_outside_fail_no_request(harness):
 
     class Victim(FakeBackend):
         def begin_pass(self, batch, *, backward):
-            raise Killed
+            raise ProcessKilled
 
         def step_sample(self):
-            raise Killed
+            raise ProcessKilled
 
     for _ in range(2 + harness.settings.max_attempts):
-        with pytest.raises(Killed):
+        with pytest.raises(ProcessKilled):
             harness.run(*running, backend=Victim("tiny", harness.config))
     harness.run(*running)
     assert harness.result(running[0]).metrics["num_datums:sum"] == 2
@@ -211,7 +217,7 @@ def test_a_kill_between_crashes_is_not_counted_with_them(harness):
 
     class Victim(FakeBackend):
         def begin_pass(self, batch, *, backward):
-            raise Killed
+            raise ProcessKilled
 
     def crashes():
         return harness.api.read(lambda tx: futures.get_max_crashes(tx, [deadly]))
@@ -219,8 +225,8 @@ def test_a_kill_between_crashes_is_not_counted_with_them(harness):
     counted = []
     for number in range(6):
         is_kill = number in (2, 4)
-        backend = Victim("tiny", harness.config) if is_kill else Poisoned(harness, length=13)
-        with pytest.raises(Killed if is_kill else BackendLost):
+        backend = Victim("tiny", harness.config) if is_kill else PoisonedBackend(harness, length=13)
+        with pytest.raises(ProcessKilled if is_kill else BackendLost):
             harness.run(deadly, backend=backend)
         counted.append(crashes())
     assert counted == [0, 1, 1, 2, 2, 3], "the first crash came while others might have run"
@@ -229,7 +235,7 @@ def test_a_kill_between_crashes_is_not_counted_with_them(harness):
 
 
 def quarantine(harness, *requests):
-    """Leave requests as an engine that crashed while it ran them."""
+    """Mark requests as if an engine had crashed while it ran them."""
     harness.api.write(lambda tx: futures.count_delivery_attempt(tx, requests))
 
 
@@ -259,8 +265,8 @@ def test_quarantined_requests_run_alone_and_then_others_run_together(harness):
     assert set(num_done[30:]) == {2, 3}, "then the quarantined pass runs, then the others together"
 
 
-class Recorded(FakeBackend):
-    """Records the requests and the engine's status of each pass."""
+class RecordingBackend(FakeBackend):
+    """Records the requests of each pass and the engine's status at that time."""
 
     def __init__(self, harness):
         super().__init__("tiny", harness.config)
@@ -278,9 +284,9 @@ def test_sequence_gap_that_was_filled_after_the_crash_runs_before_the_quarantine
     late = [harness.submit(forward_backward(seq_id), model_id=model_id, seq_id=seq_id) for seq_id in (3, 4)]
     quarantine(harness, *late)
     after, *filled = (harness.submit(forward_backward(n), model_id=model_id, seq_id=n) for n in (5, 1, 2))
-    backend = Recorded(harness)
+    backend = RecordingBackend(harness)
     harness.run(*late, *filled, after, backend=backend)
-    assert backend.passes == [[each] for each in (*filled, *late, after)]
+    assert backend.passes == [[request_id] for request_id in (*filled, *late, after)]
     assert backend.statuses == ["recovering"] * 4 + ["ready"]
     records = harness.api.read(lambda tx: futures.read_log(tx, model_id, 1))
     assert [record.request_id for record in records] == [*filled, *late, after]
@@ -304,7 +310,7 @@ def test_request_beyond_a_sequence_gap_is_left_to_the_main_loop(harness):
     harness.run(created)
     beyond, quarantined = (harness.submit(forward_backward(n), model_id=model_id, seq_id=n) for n in (7, 1))
     quarantine(harness, quarantined)
-    backend = Recorded(harness)
+    backend = RecordingBackend(harness)
     harness.run(beyond, quarantined, backend=backend)
     assert backend.passes == [[quarantined], [beyond]]
     assert backend.statuses == ["recovering", "ready"]
@@ -313,7 +319,7 @@ def test_request_beyond_a_sequence_gap_is_left_to_the_main_loop(harness):
 def test_quarantined_pass_of_an_evicted_model_is_bit_equal(tmp_path):
     def gradient_norm(name, *, is_quarantined):
         harness = EngineHarness(tmp_path / name)
-        model_id, _ = trained(harness, "m")
+        model_id, _ = train_and_save(harness, "m")
         requests = [
             harness.submit(request, model_id=model_id, seq_id=seq_id)
             for seq_id, request in enumerate((forward_backward(1), optim_step(), forward_backward(2), optim_step()), 4)
@@ -339,10 +345,12 @@ def test_crash_in_the_start_up_phase_counts_for_the_running_request_only(harness
     waiting = harness.submit(sample())
     quarantine(harness, first, deadly, save)
     with pytest.raises(BackendLost):
-        harness.run(deadly, backend=Poisoned(harness, length=13))
+        harness.run(deadly, backend=PoisonedBackend(harness, length=13))
     assert set(harness.api.read(lambda tx: futures.get_outcomes(tx, [first, deadly, save, waiting]))) == {first}
+
     attempts = {row.request_id: row.attempts for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))}
     assert attempts == {deadly: 2, save: 1, waiting: 0}
+
     harness.run(deadly, save, waiting)
     assert harness.result(save).path
 
@@ -364,7 +372,7 @@ def test_stop_in_the_start_up_phase_counts_no_attempt(harness):
 
 
 def test_kill_after_a_stop_counts_no_delivery_attempt(harness):
-    """Four engines are stopped in the middle of a pass, and killed before the device has finished it."""
+    """Four engines are stopped in the middle of a pass and killed before the device finishes it."""
     model_id, created = harness.create()
     harness.run(created)
     long = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -373,7 +381,7 @@ def test_kill_after_a_stop_counts_no_delivery_attempt(harness):
     class Busy(FakeBackend):
         def begin_pass(self, batch, *, backward):
             ends.append(harness.attempts(long))
-            harness.api.write(  # the harness then stops the engine
+            harness.api.write(  # after this, the harness stops the engine
                 lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0)
             )
             until(lambda: harness.attempts(long) == 0)

@@ -1,4 +1,4 @@
-"""After a device loss at any point, the next engine continues bit-equal."""
+"""After a device loss at any point, the next engine continues with bit-identical results."""
 
 import tracemalloc
 
@@ -15,7 +15,7 @@ from tests.support.engine_harness import SPEC, EngineHarness, Perishable, datum,
 NUM_TURNS = 6
 
 
-class Keeping(FakeBackend):
+class KeepingBackend(FakeBackend):
     """Records the final state of its models."""
 
     def close(self):
@@ -24,8 +24,9 @@ class Keeping(FakeBackend):
 
 
 def submit_run(harness):
-    """Submit training with accumulation and saves of two models, and samples; return all requests."""
+    """Submit training with gradient accumulation, saves and samples for two models, and return all request ids."""
     names = []
+
     for model in ("a", "b"):
         model_id, created = harness.create(model)
         names.append(created)
@@ -35,16 +36,17 @@ def submit_run(harness):
             if turn == 2:
                 steps.insert(1, SaveWeights(kind="weights", name="middle"))
             if turn == NUM_TURNS - 1:
-                steps.append(forward_backward(99))  # a gradient that stays pending
+                steps.append(forward_backward(99))  # this gradient stays pending
             for request in steps:
                 seq_id += 1
                 names.append(harness.submit(request, model_id=model_id, seq_id=seq_id))
         names.append(harness.submit(sample(temperature=1.0, max_tokens=40)))
+
     return names
 
 
-def shape_of(result):
-    """Return a result without the ids of this session."""
+def strip_ids(result):
+    """Return a result in a comparable form, without the session's ids."""
     if hasattr(result, "logprobs"):
         return [array.tobytes() for array in result.logprobs], result.metrics
     if hasattr(result, "sequences"):
@@ -52,7 +54,7 @@ def shape_of(result):
     return getattr(result, "metrics", type(result))
 
 
-def weights_of(harness, backend):
+def get_states(harness, backend):
     return {
         model_id.rsplit(":")[-1]: [
             array.tobytes()
@@ -67,9 +69,9 @@ def weights_of(harness, backend):
 def undisturbed(tmp_path_factory):
     harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"), snapshot_interval_requests=10_000)
     names = submit_run(harness)
-    backend = Keeping("tiny", harness.config)
+    backend = KeepingBackend("tiny", harness.config)
     harness.run(*names, backend=backend)
-    yield [shape_of(harness.result(name)) for name in names], weights_of(harness, backend)
+    yield [strip_ids(harness.result(name)) for name in names], get_states(harness, backend)
     harness.close()
 
 
@@ -81,12 +83,12 @@ def test_device_loss_changes_no_bit(tmp_path, undisturbed, calls_left, snapshot_
     for extra in (0, 7):
         with pytest.raises(BackendLost):
             harness.run(*names, backend=Perishable(harness.config, calls_left + extra))
-    backend = Keeping("tiny", harness.config)
+    backend = KeepingBackend("tiny", harness.config)
     harness.run(*names, backend=backend)
     results, weights = undisturbed
-    assert [shape_of(harness.result(name)) for name in names] == results
-    # A model whose requests all had results before the loss is restored only on demand.
-    found = weights_of(harness, backend)
+    assert [strip_ids(harness.result(name)) for name in names] == results
+    # If all requests of a model had results before the loss, the model is only restored on demand.
+    found = get_states(harness, backend)
     assert found == {name: weights[name] for name in found}
     harness.close()
 
@@ -115,15 +117,15 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
         for name in ("full", "roomy")
     )
 
-    def trained(harness, model_id, first, last):
-        """Return the results of passes and steps with these numbers."""
+    def run_requests(harness, model_id, first, last):
+        """Run passes and optimizer steps with the given sequence ids and return their results."""
         requests = {number: forward_backward(number) if number % 2 else optim_step() for number in range(first, last)}
         names = [harness.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
         harness.run(*names)
-        return [shape_of(harness.result(name)) for name in names]
+        return [strip_ids(harness.result(name)) for name in names]
 
     (model_id, _), (twin_id, _) = harness.create(), twin.create()
-    assert trained(harness, model_id, 1, 4) == trained(twin, twin_id, 1, 4)
+    assert run_requests(harness, model_id, 1, 4) == run_requests(twin, twin_id, 1, 4)
     kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id))
     create = harness.artifacts.create
 
@@ -131,12 +133,12 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
         raise OSError(28, "No space left on device")
 
     harness.artifacts.create = refuse
-    for first in (4, 8):  # the second engine repeats what the first could not keep
-        assert trained(harness, model_id, first, first + 4) == trained(twin, twin_id, first, first + 4)
+    for first in (4, 8):  # the second engine repeats the work that the first engine lost
+        assert run_requests(harness, model_id, first, first + 4) == run_requests(twin, twin_id, first, first + 4)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) == kept
     assert "No space left" in caplog.text
     harness.artifacts.create = create
-    assert trained(harness, model_id, 12, 14) == trained(twin, twin_id, 12, 14)
+    assert run_requests(harness, model_id, 12, 14) == run_requests(twin, twin_id, 12, 14)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == kept.effect_order + 10
     harness.close()
     twin.close()
@@ -152,12 +154,12 @@ def test_load_after_the_newest_snapshot_is_replayed(harness):
     copy, loaded = harness.make(load, "copy")
     trained = harness.submit(forward_backward(5), model_id=copy, seq_id=1)
     with pytest.raises(BackendLost):
-        # The pass is the first call: it has no result, but the load has one.
+        # The pass is the first device call. It has no result, but the load has one.
         harness.run(trained, backend=Perishable(harness.config, 0))
     assert harness.result(loaded).model_id == copy
     harness.run(trained)
     twin = harness.answer(forward_backward(5, backward=False), model_id=model_id, seq_id=4)
-    assert shape_of(harness.result(trained)) == shape_of(twin)
+    assert strip_ids(harness.result(trained)) == strip_ids(twin)
 
 
 def test_request_that_crashes_three_engines_while_it_runs_alone_fails(harness):
@@ -172,7 +174,7 @@ def test_request_that_crashes_three_engines_while_it_runs_alone_fails(harness):
     fine = harness.submit(forward_backward(), model_id=other_id, seq_id=1)
     deadly = harness.submit(forward_backward(data=(datum(0, 13),)), model_id=model_id, seq_id=1)
     step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
-    for _ in range(1 + 3):  # the first time together with another request
+    for _ in range(1 + 3):  # the first time it ran together with another request
         with pytest.raises(BackendLost):
             harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))
     harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))
@@ -196,21 +198,26 @@ def test_replay_holds_one_request_in_memory(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=10_000)
     model_id, last = harness.create()
     size, count = 2**20, 16
+
     for seq_id in range(1, count + 1):
         name = SamplingSessionId(f"{harness.session_id}:sample:{seq_id}")
         save = SaveWeights(
             kind="sampler_weights", name=None, sampling_session_id=name, user_metadata={"large": "x" * size}
         )
         last = harness.submit(save, model_id=model_id, seq_id=seq_id)
+
     harness.run(last)
     harness.api.write(lambda tx: models.delete_snapshot(tx, model_id))
     last = harness.submit(forward_backward(), model_id=model_id, seq_id=count + 1)
     tracemalloc.start()
+
     try:
         harness.run(last)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+
     assert harness.result(last).metrics["num_datums:sum"] == 2
     assert peak < 8 * size, f"{peak / 2**20:.0f} MiB"
+
     harness.close()

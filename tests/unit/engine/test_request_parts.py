@@ -1,4 +1,4 @@
-"""A request with more samples than slots runs in parts, and its result is bit-equal."""
+"""A request with more samples than slots runs in parts, with bit-identical results."""
 
 import time
 from dataclasses import replace
@@ -22,8 +22,8 @@ MANY = replace(
 )
 
 
-class Watched(FakeBackend):
-    """Records the parts of requests, and fails or is lost in the n-th decode slice."""
+class RecordingBackend(FakeBackend):
+    """Records the parts of requests, and can raise an error in the n-th decode slice."""
 
     def __init__(self, harness, at_slice=0, error=None):
         super().__init__("tiny", harness.config)
@@ -42,7 +42,7 @@ class Watched(FakeBackend):
             raise self.error
         return super().step_sample()
 
-    def handed(self, request_id):
+    def get_parts(self, request_id):
         return [(first, end, asks) for name, first, end, asks in self.parts if name == request_id]
 
 
@@ -63,17 +63,17 @@ def whole(tmp_path_factory):
 
 
 def same(left, right):
-    """Whether two results are bit-equal."""
+    """Return whether two results are bit-identical."""
     return codec.encode(left) == codec.encode(right)
 
 
 def test_request_in_parts_is_bit_equal_to_the_whole(few, whole):
-    backend = Watched(few)
+    backend = RecordingBackend(few)
     request_id = few.submit(MANY)
     few.run(request_id, backend=backend)
     assert len({len(sequence.tokens) for sequence in whole.sequences}) > 5, "they end at different times"
     assert same(few.result(request_id), whole)
-    parts = backend.handed(request_id)
+    parts = backend.get_parts(request_id)
     assert parts[0] == (0, 5, True) and len(parts) > 5
     assert [first for first, _, _ in parts[1:]] == [end for _, end, _ in parts[:-1]] and parts[-1][1] == NUM_SAMPLES
     assert not any(asks for _, _, asks in parts[1:]), "only the first part has prompt options"
@@ -99,16 +99,16 @@ def test_every_sequence_is_recorded(few, whole):
 def test_cancelled_request_starts_no_more_samples(few):
     doomed, other = few.submit(MANY), few.submit(sample(max_tokens=400, eos_stops=False))
 
-    class Cancelling(Watched):
+    class Cancelling(RecordingBackend):
         def begin_sample(self, batch):
             super().begin_sample(batch)
-            if len(self.handed(doomed)) == 3:
+            if len(self.get_parts(doomed)) == 3:
                 over = codec.encode(Failure(message="cancelled", category=ErrorCategory.USER))
                 few.api.write(lambda tx: completions.cancel(tx, doomed, OWNER, over, time.time()))
 
     backend = Cancelling(few)
     few.run(doomed, other, backend=backend)
-    assert backend.handed(doomed)[-1][1] < NUM_SAMPLES and not backend._open
+    assert backend.get_parts(doomed)[-1][1] < NUM_SAMPLES and not backend._open
     assert len(few.result(other).sequences[0].tokens) == 400
 
 
@@ -116,7 +116,7 @@ def test_requests_of_a_failed_slice_are_isolated(few, whole):
     requests = [few.submit(MANY), few.submit(replace(MANY, num_samples=10))]
     few.session_id = few.new_session()
     requests.append(few.submit(MANY))
-    backend = Watched(few, at_slice=4, error=RuntimeError("a slice failed"))
+    backend = RecordingBackend(few, at_slice=4, error=RuntimeError("a slice failed"))
     few.run(*requests, backend=backend)
     assert same(few.result(requests[0]), whole) and same(few.result(requests[2]), whole)
     assert len(few.result(requests[1]).sequences) == 10
@@ -125,24 +125,24 @@ def test_requests_of_a_failed_slice_are_isolated(few, whole):
 def test_partly_started_request_is_recomputed_by_the_next_engine(few, whole):
     request_id = few.submit(MANY)
     with pytest.raises(BackendLost):
-        few.run(request_id, backend=Watched(few, at_slice=5, error=BackendLost("unplugged")))
+        few.run(request_id, backend=RecordingBackend(few, at_slice=5, error=BackendLost("unplugged")))
     assert few.attempts(request_id) == 1
-    backend = Watched(few)
+    backend = RecordingBackend(few)
     few.run(request_id, backend=backend)
-    assert same(few.result(request_id), whole) and backend.handed(request_id)[0] == (0, 5, True)
+    assert same(few.result(request_id), whole) and backend.get_parts(request_id)[0] == (0, 5, True)
 
 
 def test_quarantined_request_runs_all_its_samples_before_others_start(few, whole):
     many, other = few.submit(MANY), few.submit(sample())
     few.api.write(lambda tx: futures.count_delivery_attempt(tx, [many]))
-    backend = Watched(few)
+    backend = RecordingBackend(few)
     few.run(many, other, backend=backend)
     assert same(few.result(many), whole)
-    assert [request_id for request_id, *_ in backend.parts].index(other) == len(backend.handed(many))
+    assert [request_id for request_id, *_ in backend.parts].index(other) == len(backend.get_parts(many))
 
 
 def test_running_request_continues_while_others_wait_for_its_sampler_slot(few):
-    """Otherwise its sampler slot would never be released."""
+    """If it did not continue, its sampler slot would never be released."""
     few.config = few.config.model_copy(update={"max_samplers": 1})
     first, second = few.save_samplers(2)
     many = few.submit(replace(MANY, sampler=first, num_samples=200))
@@ -163,15 +163,15 @@ def test_closed_session_starts_no_more_samples(tmp_path):
     harness.session_id = gone = harness.new_session()
     doomed = [harness.submit(MANY) for _ in range(2)]
 
-    class Finishing(Watched):
+    class Finishing(RecordingBackend):
         def begin_sample(self, batch):
             super().begin_sample(batch)
-            if len(self.handed(doomed[0])) == 3:
+            if len(self.get_parts(doomed[0])) == 3:
                 harness.api.write(lambda tx: sessions.finish(tx, gone, "errored", time.time()))
 
     backend = Finishing(harness)
     harness.run(*doomed, other, backend=backend)
     assert all("errored" in harness.result(request_id).message for request_id in doomed)
-    assert backend.handed(doomed[0])[-1][1] < NUM_SAMPLES and not backend.handed(doomed[1])
+    assert backend.get_parts(doomed[0])[-1][1] < NUM_SAMPLES and not backend.get_parts(doomed[1])
     assert len(harness.result(other).sequences[0].tokens) == 400
     harness.close()

@@ -1,4 +1,7 @@
-"""The order in which sample requests start: owners have equal shares, sessions take turns, no request starves."""
+"""Start order of sample requests.
+
+Owners have equal shares, sessions take turns, and no request starves.
+"""
 
 from itertools import count
 
@@ -12,7 +15,7 @@ from tests.support.engine_harness import sample
 positions = count(1)
 
 
-def queued(session="a", max_tokens=8, owner="ann"):
+def make_request(session="a", max_tokens=8, owner="ann"):
     position = next(positions)
     return QueuedRequest(
         position=position,
@@ -28,29 +31,29 @@ def queued(session="a", max_tokens=8, owner="ann"):
     )
 
 
-def queue_of(*requests):
+def make_queue(*requests):
     queue = SampleQueue()
-    for each in requests:
-        queue.add(each)
+    for request in requests:
+        queue.add(request)
     return queue
 
 
-def next_of(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_join=lambda queued: True):
+def choose_next(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_join=lambda queued: True):
     turn = queue.choose_next(running, num_open=num_open or {}, has_capacity=has_capacity, may_join=may_join)
     return None if turn is None else turn.queued
 
 
-def weighted(weights):
+def make_weighted_queue(weights):
     admission = Admission()
     admission.weights = weights
     return SampleQueue(admission)
 
 
-def started(queue, number, **changes):
-    """Start requests of one sample each."""
+def start_requests(queue, number, **changes):
+    """Start requests with one sample each and return them."""
     found = []
     for _ in range(number):
-        head = next_of(queue, **changes)
+        head = choose_next(queue, **changes)
         queue.record_start(head)
         queue.end_turn(head, has_more=False)
         found.append(head)
@@ -58,123 +61,130 @@ def started(queue, number, **changes):
 
 
 def test_sessions_take_turns():
-    first, second, third, other = queued(), queued(), queued(), queued("b")
-    queue = queue_of(first, second, third, other)
-    assert started(queue, 4) == [first, other, second, third]
-    assert next_of(queue) is None and len(queue) == 0
+    first, second, third, other = make_request(), make_request(), make_request(), make_request("b")
+    queue = make_queue(first, second, third, other)
+    assert start_requests(queue, 4) == [first, other, second, third]
+    assert choose_next(queue) is None and len(queue) == 0
 
 
 def test_owners_take_turns_and_so_do_their_sessions():
-    many = [queued(f"s{n % 3}") for n in range(6)]
-    few = [queued("other", owner="bob") for _ in range(3)]
-    queue = queue_of(*many, *few)
-    assert started(queue, 9) == [many[0], few[0], many[1], few[1], many[2], few[2], *many[3:]]
+    many = [make_request(f"s{n % 3}") for n in range(6)]
+    few = [make_request("other", owner="bob") for _ in range(3)]
+    queue = make_queue(*many, *few)
+    assert start_requests(queue, 9) == [many[0], few[0], many[1], few[1], many[2], few[2], *many[3:]]
 
 
 def test_owner_with_the_fewest_open_samples_is_next():
-    mine, other = queued(), queued("b", owner="bob")
-    queue = queue_of(mine, other)
-    assert next_of(queue, num_open={OwnerKey("ann", True): 2, OwnerKey("bob", True): 1}) == other
-    assert next_of(queue, num_open={OwnerKey("ann", True): 1, OwnerKey("bob", True): 2}) == mine
-    assert next_of(queue, num_open={OwnerKey("ann", False): 2, OwnerKey("bob", True): 1}) == mine, "of the same kind"
+    mine, other = make_request(), make_request("b", owner="bob")
+    queue = make_queue(mine, other)
+    assert choose_next(queue, num_open={OwnerKey("ann", True): 2, OwnerKey("bob", True): 1}) == other
+    assert choose_next(queue, num_open={OwnerKey("ann", True): 1, OwnerKey("bob", True): 2}) == mine
+    assert choose_next(queue, num_open={OwnerKey("ann", False): 2, OwnerKey("bob", True): 1}) == mine, (
+        "of the same kind"
+    )
     queue.remove({other.request_id})
-    assert next_of(queue, num_open={OwnerKey("ann", True): 100}) == mine, "no slot stays free for owners without work"
+    assert choose_next(queue, num_open={OwnerKey("ann", True): 100}) == mine, (
+        "no slot stays free for owners without work"
+    )
 
 
 def test_kinds_take_turns():
-    decoding, scored = [queued() for _ in range(2)], [queued(max_tokens=1) for _ in range(2)]
-    queue = queue_of(*decoding, *scored)
+    decoding, scored = [make_request() for _ in range(2)], [make_request(max_tokens=1) for _ in range(2)]
+    queue = make_queue(*decoding, *scored)
     num_open = {OwnerKey("ann", True): 100}
-    assert started(queue, 4, num_open=num_open) == [decoding[0], scored[0], decoding[1], scored[1]]
+    assert start_requests(queue, 4, num_open=num_open) == [decoding[0], scored[0], decoding[1], scored[1]]
 
 
 def test_request_with_more_samples_stays_the_head_of_its_queue():
-    first, second, other = queued(), queued(), queued("b")
-    queue = queue_of(first, second, other)
+    first, second, other = make_request(), make_request(), make_request("b")
+    queue = make_queue(first, second, other)
     queue.record_start(first)
     queue.end_turn(first, has_more=True)
-    assert next_of(queue, {first.request_id}) == other
+    assert choose_next(queue, {first.request_id}) == other
     queue.end_turn(other, has_more=False)
-    assert next_of(queue, {first.request_id}) == first
+    assert choose_next(queue, {first.request_id}) == first
 
 
 def test_running_request_continues_while_no_other_may_join():
-    first, other = queued(), queued("b")
-    queue = queue_of(other, first)
-    assert next_of(queue, {first.request_id}, may_join=lambda queued: False) == first
-    assert next_of(queue, may_join=lambda queued: False) is None
+    first, other = make_request(), make_request("b")
+    queue = make_queue(other, first)
+    assert choose_next(queue, {first.request_id}, may_join=lambda queued: False) == first
+    assert choose_next(queue, may_join=lambda queued: False) is None
 
 
 def test_one_token_requests_have_a_queue_and_a_capacity_of_their_own():
-    decoding, scored = queued(), queued(max_tokens=1)
-    queue = queue_of(decoding, scored)
-    assert next_of(queue, has_capacity=lambda decodes: not decodes) == scored
+    decoding, scored = make_request(), make_request(max_tokens=1)
+    queue = make_queue(decoding, scored)
+    assert choose_next(queue, has_capacity=lambda decodes: not decodes) == scored
     assert not get_queue_key(scored).decodes and get_queue_key(decoding).decodes
 
 
 def test_blocked_queue_is_passed_until_the_starvation_bound():
-    blocked, others = queued("blocked"), [queued(f"s{n % 3}") for n in range(STARVATION_BOUND + 5)]
-    queue = queue_of(blocked, *others)
+    blocked, others = make_request("blocked"), [make_request(f"s{n % 3}") for n in range(STARVATION_BOUND + 5)]
+    queue = make_queue(blocked, *others)
     num_started = 0
+
     while True:
         queue.start_round()
-        assert next_of(queue) == blocked
+        assert choose_next(queue) == blocked
         queue.block(blocked)
-        if (head := next_of(queue)) is None:
+        if (head := choose_next(queue)) is None:
             break
         queue.record_start(head)
         queue.end_turn(head, has_more=False)
         num_started += 1
+
     assert num_started == STARVATION_BOUND
+
     queue.start_round()
-    assert started(queue, 1) == [blocked], "its sampler has a slot now"
-    assert len(started(queue, 5)) == 5
+    assert start_requests(queue, 1) == [blocked], "its sampler has a slot now"
+    assert len(start_requests(queue, 5)) == 5
 
 
 def test_others_pass_a_blocked_queue_of_weight_0_without_end():
-    blocked, others = queued("blocked", owner="bob"), [queued() for _ in range(STARVATION_BOUND + 5)]
-    queue = weighted({"bob": 0})
-    for each in (blocked, *others):
-        queue.add(each)
+    blocked, others = make_request("blocked", owner="bob"), [make_request() for _ in range(STARVATION_BOUND + 5)]
+    queue = make_weighted_queue({"bob": 0})
+    for request in (blocked, *others):
+        queue.add(request)
     for expected in others:
         queue.start_round()
         queue.block(blocked)
-        assert started(queue, 1) == [expected]
+        assert start_requests(queue, 1) == [expected]
 
 
 def test_weight_0_comes_after_both_kinds_of_others():
-    queue = weighted({"bob": 0})
+    queue = make_weighted_queue({"bob": 0})
     for owner in ("bob", "ann"):
         for max_tokens in (1, 8):
-            queue.add(queued(owner, max_tokens, owner))
-    assert [each.owner for each in started(queue, 4)] == ["ann", "ann", "bob", "bob"]
+            queue.add(make_request(owner, max_tokens, owner))
+    assert [request.owner for request in start_requests(queue, 4)] == ["ann", "ann", "bob", "bob"]
 
 
 def test_blocked_queue_is_skipped_for_one_round():
-    first, other = queued(), queued("b")
-    queue = queue_of(first, other)
+    first, other = make_request(), make_request("b")
+    queue = make_queue(first, other)
     queue.block(first)
-    assert next_of(queue) == other
+    assert choose_next(queue) == other
     queue.start_round()
-    assert next_of(queue) == first
+    assert choose_next(queue) == first
 
 
 def test_removed_requests_do_not_start():
-    first, second, other = queued(), queued(), queued("b")
-    queue = queue_of(first, second, other)
+    first, second, other = make_request(), make_request(), make_request("b")
+    queue = make_queue(first, second, other)
     assert queue.remove({first.request_id, other.request_id, RequestId("unknown")}) == [first, other]
     assert list(queue) == [second]
 
 
 def test_requeued_request_is_the_head_of_its_queue():
-    first, second = queued(), queued()
-    queue = queue_of(second)
+    first, second = make_request(), make_request()
+    queue = make_queue(second)
     queue.add_first(first)
-    assert started(queue, 2) == [first, second]
+    assert start_requests(queue, 2) == [first, second]
 
 
-class Decided(Admission):
-    """Gives the requests of an owner their decision."""
+class DecidingAdmission(Admission):
+    """Returns a fixed decision for each owner."""
 
     is_counting = True
 
@@ -186,11 +196,11 @@ class Decided(Admission):
 
 
 def test_an_owner_that_waits_is_passed_and_one_that_fails_gets_the_reason():
-    waiting, failing = queued(owner="ann"), queued("b", owner="bob")
-    queue = SampleQueue(Decided(ann=Wait("later"), bob=Fail("too much")))
+    waiting, failing = make_request(owner="ann"), make_request("b", owner="bob")
+    queue = SampleQueue(DecidingAdmission(ann=Wait("later"), bob=Fail("too much")))
     queue.add(waiting)
-    assert next_of(queue) is None and queue.is_paused(waiting)
-    assert next_of(queue, {waiting.request_id}) == waiting, "the samples of one that runs start"
+    assert choose_next(queue) is None and queue.is_paused(waiting)
+    assert choose_next(queue, {waiting.request_id}) == waiting, "the samples of one that runs start"
     queue.add(failing)
     turn = queue.choose_next((), num_open={}, has_capacity=lambda decodes: True, may_join=lambda queued: True)
     assert turn == (failing, "too much") and not queue.is_paused(failing)

@@ -21,8 +21,8 @@ def quick_harness(tmp_path):
     harness.close()
 
 
-class Counting(FakeBackend):
-    """Counts the deletions of models."""
+class CountingBackend(FakeBackend):
+    """Counts deleted models."""
 
     num_deleted = 0
 
@@ -38,7 +38,7 @@ def test_models_of_a_finished_session_are_evicted_and_restored(quick_harness):
     harness.submit(optim_step(), model_id=model_id, seq_id=2)
     harness.answer(forward_backward(backward=False), model_id=model_id)
     harness.api.write(lambda tx: sessions.finish(tx, harness.session_id, "done", time.time()))
-    backend = Counting("tiny", harness.config)
+    backend = CountingBackend("tiny", harness.config)
     first = harness.submit(forward_backward(3), model_id=model_id, seq_id=3)
     harness.run(first, harness.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
     assert backend.num_deleted == 1
@@ -49,7 +49,7 @@ def test_models_of_a_finished_session_are_evicted_and_restored(quick_harness):
 def test_models_of_an_open_session_stay_resident(quick_harness):
     harness = quick_harness
     model_id, _ = harness.create()
-    backend = Counting("tiny", harness.config)
+    backend = CountingBackend("tiny", harness.config)
     last = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     harness.run(last, harness.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
     assert backend.num_deleted == 0
@@ -82,8 +82,8 @@ def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how
     harness.session_id = harness.new_session()
     other = harness.submit(sample(max_tokens=480, eos_stops=False))
 
-    class Ending(FakeBackend):
-        """Closes the client's session in its fifth slice, and records evicted samplers."""
+    class ClosingBackend(FakeBackend):
+        """Closes the client's session in the fifth slice and records evicted samplers."""
 
         num_slices, dropped = 0, ()
 
@@ -112,7 +112,7 @@ def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how
     session_id, harness.session_id = harness.session_id, owner
     used = harness.submit(sample(sampler=sampler))
     harness.session_id = session_id
-    backend = Ending("tiny", harness.config)
+    backend = ClosingBackend("tiny", harness.config)
     harness.run(used, other, backend=backend)
     assert backend.dropped == (() if how == "neither" else (sampler,))
     assert len(harness.result(used).sequences[0].tokens) == 8
@@ -171,14 +171,14 @@ def test_samples_of_a_closed_session_fail_and_free_their_slots(tmp_path, how):
     else:
         harness.api.write(lambda tx: setattr(sessions.get(tx, gone), "last_heartbeat_at", time.time() - 3601))
 
-    class Counting(FakeBackend):
+    class CountingBackend(FakeBackend):
         started = ()
 
         def begin_sample(self, batch):
             self.started += tuple(request.request_id for request in batch.requests)
             super().begin_sample(batch)
 
-    backend = Counting("tiny", harness.config)
+    backend = CountingBackend("tiny", harness.config)
     harness.run(neighbour, running, waiting, backend=backend)
     for request_id in (running, waiting):
         failure = harness.result(request_id)

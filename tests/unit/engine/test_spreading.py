@@ -1,4 +1,4 @@
-"""Samples that wait at one engine are executed by another one that has nothing to do, each once."""
+"""Samples that wait on a busy engine are executed by an idle engine, exactly once."""
 
 import threading
 import time
@@ -19,8 +19,8 @@ from tests.support.several_engines import SeveralEngines
 NUM_SAMPLES = 12
 
 
-class Held(FakeBackend):
-    """A backend with one slot, whose samples have no token before `released`."""
+class BlockedBackend(FakeBackend):
+    """A backend with one slot. Its samples produce no tokens until `released` is set."""
 
     def __init__(self, harness: EngineHarness, executed: list[RequestId], released: threading.Event) -> None:
         super().__init__("tiny", harness.config.model_copy(update={"sample_slots": 1}))
@@ -33,7 +33,7 @@ class Held(FakeBackend):
     def step_sample(self):
         if self._released.is_set():
             return super().step_sample()
-        time.sleep(0.005)  # a slice
+        time.sleep(0.005)  # duration of a slice
         return []
 
 
@@ -46,9 +46,9 @@ def harness(tmp_path: Path, postgresql_url: str) -> Iterator[EngineHarness]:
 
 @pytest.fixture
 def world(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RequestId], threading.Event]:
-    """Let engines be held, and look at each other often."""
+    """Use blocked backends and short membership and status periods."""
     executed, released = list[RequestId](), threading.Event()
-    monkeypatch.setattr(harness, "backend", lambda: Held(harness, executed, released))
+    monkeypatch.setattr(harness, "backend", lambda: BlockedBackend(harness, executed, released))
     monkeypatch.setattr("skyrl_tx.engine.membership.PERIOD_S", 0.05)
     monkeypatch.setattr("skyrl_tx.engine.metrics._STATUS_PERIOD_S", 0.05)
     return executed, released
@@ -62,8 +62,8 @@ def tokens(harness: EngineHarness, request_ids: list[RequestId]) -> list[list[in
     return [list(harness.result(request_id).sequences[0].tokens) for request_id in request_ids]
 
 
-def started(harness: EngineHarness) -> Counter[int]:
-    """Return the number of samples of each engine that have started."""
+def count_started(harness: EngineHarness) -> Counter[int]:
+    """Return how many samples have started on each engine."""
     found = harness.api.read(lambda tx: tx.connection().execute(text("SELECT engine FROM requests WHERE attempts > 0")))
     return Counter(engine for (engine,) in found)
 
@@ -71,20 +71,24 @@ def started(harness: EngineHarness) -> Counter[int]:
 @pytest.mark.parametrize("victim", [None, "giver", "taker"])
 def test_an_idle_engine_gets_half_of_what_waits_elsewhere(harness, world, tmp_path_factory, victim) -> None:
     executed, released = world
+
     with SeveralEngines(harness, 2) as engines:
         request_ids = submit(harness, 1)
-        engines.until(lambda: started(harness).keys() == {1, 2})
+        engines.until(lambda: count_started(harness).keys() == {1, 2})
         if victim is not None:
             engines.get_engine(1 if victim == "giver" else 2).lose()
         released.set()
         engines.wait(*request_ids)
+
     assert set(executed) == set(request_ids)
+
     if victim is None:
         assert len(executed) == NUM_SAMPLES, "each was executed once"
     alone = EngineHarness(tmp_path_factory.mktemp("alone"))
     expected = submit(alone, 1)
     alone.run(*expected)
     assert tokens(harness, request_ids) == tokens(alone, expected)
+
     alone.close()
 
 
@@ -106,7 +110,7 @@ def test_samples_of_weights_that_are_only_in_memory_stay(harness, world, monkeyp
             harness.submit(sample(sampler=in_memory), sampling_session_id=name, seq_id=number) for number in range(4)
         ]
         moving = submit(harness, 1)
-        engines.until(lambda: started(harness).keys() == {1, 2})
+        engines.until(lambda: count_started(harness).keys() == {1, 2})
         elsewhere = {row.request_id for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=2))}
         assert elsewhere and elsewhere <= set(moving)
         released.set()

@@ -1,4 +1,4 @@
-"""The engine's status as APIs on other machines see it."""
+"""The engine's status as seen by API processes on other machines."""
 
 import time
 from contextlib import closing

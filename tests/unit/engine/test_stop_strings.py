@@ -1,4 +1,4 @@
-"""Stop strings are found across any token boundaries."""
+"""Stop strings are found across token boundaries."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from skyrl_tx.engine.sample_output import StopStringMatcher
 
 
 def pieces(*texts):
-    """Return a decoder of byte strings, as byte-level tokenizers have."""
+    """Return a decoder for a vocabulary of byte strings, like in byte-level tokenizers."""
     vocabulary = [text if isinstance(text, bytes) else text.encode() for text in texts]
     return lambda tokens: b"".join(vocabulary[token] for token in tokens).decode(errors="replace")
 
@@ -39,10 +39,10 @@ def test_tokens_without_text_do_not_hide_a_match():
 
 
 def test_no_stop_strings_decode_no_text():
-    def text_of(tokens):
+    def decode(tokens):
         raise AssertionError("not asked for")
 
-    assert StopStringMatcher([], text_of).feed([1, 2]) is None
+    assert StopStringMatcher([], decode).feed([1, 2]) is None
 
 
 @given(

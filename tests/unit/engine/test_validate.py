@@ -1,4 +1,4 @@
-"""Invalid requests: the message names field, value and bound."""
+"""Invalid requests are rejected with a message that names the field, the value and the limit."""
 
 import math
 import re
@@ -101,7 +101,7 @@ def test_invalid_passes(changes, text):
 
 def test_valid_passes():
     prepare.check_pass(forward_backward(), CAPABILITIES)
-    for width in (3, 128):  # as many as there are tokens, and listed twice
+    for width in (3, 128):  # as many entries as there are tokens, with duplicates
         top_k = np.zeros((6, width), np.int64)
         prepare.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
     config = {"clip_low_threshold": 0.5}
@@ -145,16 +145,19 @@ def test_invalid_lora_specs(lora, text):
 def test_invalid_models():
     with raises("base_model 'huge' is not served here; this server has tiny"):
         prepare.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
+
     with raises("optimizer 'dimuon' is not one of adamw"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
+
     with raises("lora_config.train_mlp True: this server cannot train these layers"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
             ["tiny"],
         )
+
     load = LoadWeights(
         path="tinker://a/weights/b",
         artifact_id=ArtifactId("x"),

@@ -1,4 +1,4 @@
-"""A pass that waits for the compiler delays no other request."""
+"""A pass that waits for the compiler does not delay other requests."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, sample
 
 
-class Compiled(Pass):
-    """A pass whose program is compiled when all other requests have been computed."""
+class CompilingPass(Pass):
+    """A pass whose compilation finishes only after all other requests have been computed."""
 
     def __init__(self, inner, backend):
         self.inner, self.backend = inner, backend
@@ -32,8 +32,11 @@ class Compiled(Pass):
         self.inner.abort()
 
 
-class Compiling(FakeBackend):
-    """The passes of `model_id` wait for the compiler; the others, and the slices of samples, are in `others`."""
+class CompilingBackend(FakeBackend):
+    """Makes passes of `model_id` wait for the compiler.
+
+    Records all other passes and decode slices in `others`.
+    """
 
     def __init__(self, config, model_id, num_others):
         super().__init__("tiny", config)
@@ -42,7 +45,7 @@ class Compiling(FakeBackend):
     def begin_pass(self, batch, *, backward):
         inner = super().begin_pass(batch, backward=backward)
         if batch.examples[0].model_id == self.model_id:
-            return Compiled(inner, self)
+            return CompilingPass(inner, self)
         self.others.append("pass")
         return inner
 
@@ -55,7 +58,7 @@ class Compiling(FakeBackend):
 @pytest.fixture
 def harness(tmp_path):
     found = EngineHarness(tmp_path)
-    found.config = found.config.model_copy(update={"max_pass_tokens": 32})  # each request is a batch of its own
+    found.config = found.config.model_copy(update={"max_pass_tokens": 32})  # one request per batch
     yield found
     found.close()
 
@@ -70,18 +73,18 @@ def test_other_models_and_samples_go_on_while_a_pass_waits_for_the_compiler(harn
         for seed in range(3)
     ]
     drawn = harness.submit(sample(max_tokens=200, eos_stops=False))
-    backend = Compiling(harness.config, slow, num_others=8)
+    backend = CompilingBackend(harness.config, slow, num_others=8)
     harness.run(waiting, *passes, drawn, backend=backend)
     assert set(backend.others) == {"pass", "slice"}
-    results = [harness.result(each) for each in (waiting, *passes)]
-    assert all(np.isfinite(each.metrics["loss:sum"]) for each in results)
+    results = [harness.result(request_id) for request_id in (waiting, *passes)]
+    assert all(np.isfinite(result.metrics["loss:sum"]) for result in results)
 
 
 def test_a_pass_that_alone_waits_for_the_compiler_is_completed_when_its_program_is_there(harness):
     model_id, created = harness.create()
     harness.run(created)
-    backend = Compiling(harness.config, model_id, num_others=1)
-    step = Compiled.step
+    backend = CompilingBackend(harness.config, model_id, num_others=1)
+    step = CompilingPass.step
 
     def step_until_third(running):
         if backend.num_waits == 3:
@@ -89,7 +92,7 @@ def test_a_pass_that_alone_waits_for_the_compiler_is_completed_when_its_program_
         return step(running)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Compiled, "step", step_until_third)
+        patched.setattr(CompilingPass, "step", step_until_third)
         waiting = harness.submit(forward_backward(data=(datum(length=32),)), model_id=model_id, seq_id=1)
         harness.run(waiting, backend=backend)
     assert backend.num_waits == 3

@@ -1,4 +1,4 @@
-"""Activities of the engine's loop: published, and limited in time."""
+"""Activities of the engine loop are published and have time limits."""
 
 import threading
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ from tests.support.engine_harness import EngineHarness, forward_backward
 from tests.support.polling import until
 
 
-class Slow(FakeBackend):
-    """Runs `during` inside each optimizer step, and compiles when asked to."""
+class SlowBackend(FakeBackend):
+    """Runs `during` inside each optimizer step, and reports compilation when `compiles` is set."""
 
     compiles = False
 
@@ -33,7 +33,7 @@ class Slow(FakeBackend):
 
 @pytest.fixture
 def slow(harness):
-    return Slow(harness)
+    return SlowBackend(harness)
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def guard(harness, slow, activity, stuck):
 
 
 def replace_clock(monkeypatch, monotonic):
-    """Give the modules under test another clock. Event loops of other tests in this process keep theirs."""
+    """Replace the clock of the modules under test only, so that event loops of other tests keep the real clock."""
     monkeypatch.setattr(activity_module, "time", SimpleNamespace(monotonic=monotonic))
 
 
 @pytest.fixture
 def later(monkeypatch):
-    """Let a time pass that no test waits for."""
+    """Advance the fake clock and check the watchdog."""
     clock = [1000.0]
     replace_clock(monkeypatch, lambda: clock[0])
 
@@ -117,7 +117,7 @@ def test_wait_for_files_is_reported_and_ends_nothing(activity, guard, stuck, lat
 
 
 def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch):
-    """The thread's own pauses are limited, so that a resumed process does not end at once."""
+    """The watchdog limits how much time one check may count, so that a resumed process does not end immediately."""
     checks = []
     monkeypatch.setattr(guard, "check", checks.append)
     clock = iter((0.0, 3600.0, 3601.0))

@@ -1,4 +1,4 @@
-"""The accelerators of a machine are shared out in equal parts."""
+"""The accelerators of a machine are divided equally."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Settings of the last release that no longer exist: accepted, ignored and named."""
+"""Settings removed since the last release are accepted and ignored with a warning."""
 
 from pathlib import Path
 
@@ -35,6 +35,7 @@ def test_a_removed_setting_is_ignored_with_a_warning(
             (tmp_path / "a.yaml").write_text(f"{first}: {{{second}: 7}}\n" if second else f"{first}: 7\n")
             arguments += ["--config", str(tmp_path / "a.yaml")]
     settings = read_settings("serve", arguments)
+
     assert capsys.readouterr().err == (
         f"skyrl-tx serve: warning: {flag} no longer exists and is ignored: {_REMOVED[name]}\n"
     )

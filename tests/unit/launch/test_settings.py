@@ -1,4 +1,4 @@
-"""Settings that installed backends, samplers, launchers and apps bring."""
+"""Settings that installed backends, samplers, launchers and apps add."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ FAKE = ["--base-model", "m", "--backend", "fake"]
 
 
 class OwnConfig(BaseModel):
-    """Settings of a launcher of another package."""
+    """Settings of a launcher in another package."""
 
     queue: str = "default"
 

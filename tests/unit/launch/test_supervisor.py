@@ -26,7 +26,7 @@ CANNOT_START = EngineEnd(message="no such model", is_final=True, is_crash=False)
 
 @dataclass
 class FakeProcess:
-    """An engine process that may become ready, and that ends in a given way or on request."""
+    """A fake engine process that may become ready, and that exits in a given way or on request."""
 
     ready: bool
     end: EngineEnd | None
@@ -115,8 +115,8 @@ def test_a_failed_start_is_retried_after_the_engine_was_ready() -> None:
         asyncio.run(scenario.supervisor(3).run())
 
 
-def stopped_follower(process: FakeProcess, *, num_signals: int) -> bool:
-    """Return whether a host that follows was stopped by the signals alone, before rank 0 ends, which ends it too."""
+def is_follower_stopped(process: FakeProcess, *, num_signals: int) -> bool:
+    """Return whether the signals alone stopped a follower host, before rank 0 ended."""
 
     async def run() -> bool:
         follower = Scenario([process], []).supervisor(5)
@@ -135,10 +135,10 @@ def stopped_follower(process: FakeProcess, *, num_signals: int) -> bool:
 
 
 def test_a_host_that_follows_is_stopped_when_rank_0_has_ended_or_by_a_second_signal() -> None:
-    """Rank 0, which is often stopped at the same time, needs all hosts for its last step and its snapshots."""
-    assert not stopped_follower(FakeProcess(True, None), num_signals=1)
-    assert stopped_follower(FakeProcess(True, None), num_signals=2)
-    assert stopped_follower(FakeProcess(False, None), num_signals=1), "it waits for rank 0, or loads"
+    """Rank 0 is often stopped at the same time, and needs all hosts for its last step and snapshots."""
+    assert not is_follower_stopped(FakeProcess(True, None), num_signals=1)
+    assert is_follower_stopped(FakeProcess(True, None), num_signals=2)
+    assert is_follower_stopped(FakeProcess(False, None), num_signals=1), "it waits for rank 0, or loads"
 
 
 def test_a_host_that_follows_is_stopped_after_a_time() -> None:
@@ -173,7 +173,10 @@ def test_stop_during_the_restart_delay() -> None:
 
 
 def crashing_engine(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError) -> EngineSupervisor:
-    """Return a supervisor of crashing engines; `answers` are the database's replies to the question for progress."""
+    """Return a supervisor of crashing engines.
+
+    `answers` are the results of the progress queries.
+    """
     monkeypatch.setattr(supervisor, "_DATABASE_RETRY_S", 0.001)
     left = iter(answers)
 

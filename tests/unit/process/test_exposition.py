@@ -1,4 +1,4 @@
-"""The metrics of several engines are one valid text."""
+"""The metrics of multiple engines are merged into one valid text."""
 
 import asyncio
 from pathlib import Path

@@ -132,6 +132,7 @@ def test_unusable_certificates_are_refused_by_the_name_of_the_setting(tmp_path: 
     nonsense.write_text("no certificate")
     command = ["openssl", "pkey", "-in", certificate.keyfile, "-aes256", "-passout", "pass:x", "-out", encrypted]
     subprocess.run(command, check=True)
+
     for certfile, keyfile, message in (
         (None, certificate.keyfile, "--ssl-keyfile needs .*--ssl-certfile"),
         (missing, certificate.keyfile, "--ssl-certfile .*missing.pem: No such file"),

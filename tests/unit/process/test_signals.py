@@ -1,4 +1,4 @@
-"""Handlers of signals and the stacks that SIGQUIT writes."""
+"""Signal handlers, and the stack traces that SIGQUIT writes."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 def test_stacks_are_written_whole_while_threads_run() -> None:
-    """A handler of `faulthandler` reads stacks while they change, and crashes processes such as this one."""
+    """A `faulthandler` handler would read stacks while they change and crash processes like this one."""
     with subprocess.Popen(
         [sys.executable, "-c", BUSY_PROCESS],
         stdin=subprocess.PIPE,
@@ -40,11 +40,13 @@ def test_stacks_are_written_whole_while_threads_run() -> None:
     ) as process:
         assert process.stdin and process.stdout and process.stderr
         assert process.stdout.readline() == "ready\n"
+
         for _ in range(30):
             process.send_signal(signal.SIGQUIT)
             headers = (line for line in process.stderr if line.startswith("Thread"))
             threads = [header.split('"')[1] for _, header in zip(range(6), headers, strict=False)]
             assert sorted(threads) == ["MainThread", "signals", *["worker"] * 4]
+
         process.stdin.close()
         assert process.wait(30) == 0
 

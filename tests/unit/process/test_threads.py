@@ -1,4 +1,4 @@
-"""Threads that a process cannot work without."""
+"""Threads that a process cannot run without."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A store as the API opens it, on a fresh directory."""
+"""A store in a new directory, opened with the role of the API."""
 
 from collections.abc import Iterator
 from pathlib import Path

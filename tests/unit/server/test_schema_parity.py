@@ -1,4 +1,4 @@
-"""The schemas know every field that the installed SDK may send, in requests and nested objects."""
+"""The schemas cover every field that the installed SDK may send, including nested objects."""
 
 import dataclasses
 import importlib
@@ -28,7 +28,7 @@ OUR_NAMES = {
     "FuturesRetrieveRequest": "RetrieveFuturesRequest",
     "SampleRequest": "AsampleRequest",
 }
-"""The SDK's name and ours, where they differ."""
+"""Class names in the SDK and here, where they differ."""
 
 WITHOUT_SCHEMA = {
     "ClientConfigRequest": "client/config",  # accepted in any shape: all clients get the same flags
@@ -38,7 +38,7 @@ WITHOUT_SCHEMA = {
     "SessionSearchRequest": "sessions/search",
     "TelemetrySendRequest": "telemetry",  # accepted in any shape and discarded
 }
-"""Requests without a schema, with their paths: they are unsupported, or take the fields as a query."""
+"""Requests without a schema and their paths. They are unsupported or use query parameters."""
 
 INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.LoraConfig, training.LoraConfig),
@@ -57,7 +57,7 @@ INSIDE: list[tuple[type, type[WireModel]]] = [
 ]
 
 
-def classes_of(package: ModuleType) -> dict[str, Any]:
+def find_classes(package: ModuleType) -> dict[str, Any]:
     """Return all classes that a package's modules define or import, by name."""
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
@@ -65,11 +65,11 @@ def classes_of(package: ModuleType) -> dict[str, Any]:
     return {name: kind for module in modules for name, kind in vars(module).items() if isinstance(kind, type)}
 
 
-THEIRS = {name: kind for name, kind in classes_of(tinker.types).items() if name.endswith("Request")}
-OURS = {name: kind for name, kind in classes_of(skyrl_tx.server.schemas).items() if issubclass(kind, WireModel)}
+THEIRS = {name: kind for name, kind in find_classes(tinker.types).items() if name.endswith("Request")}
+OURS = {name: kind for name, kind in find_classes(skyrl_tx.server.schemas).items() if issubclass(kind, WireModel)}
 
 
-def fields_of(kind: Any) -> set[str]:
+def get_fields(kind: Any) -> set[str]:
     if dataclasses.is_dataclass(kind) and not hasattr(kind, "model_fields"):
         return {field.name for field in dataclasses.fields(kind)}
     return set(kind.model_fields)
@@ -96,34 +96,39 @@ def test_sdk_has_requests() -> None:
 def test_schema_has_every_field_of_the_sdk(name: str, routes: dict[str, Any]) -> None:
     ours = OURS.get(OUR_NAMES.get(name, name))
     if ours is not None:
-        own = {"optim_params"} if name == "OptimStepRequest" else set[str]()  # sent as one of two others, see below
-        assert fields_of(THEIRS[name]) - own <= fields_of(ours)
+        own = (
+            {"optim_params"} if name == "OptimStepRequest" else set[str]()
+        )  # sent as one of two other classes, see below
+        assert get_fields(THEIRS[name]) - own <= get_fields(ours)
         return
     path = WITHOUT_SCHEMA[name]
     if path in routes and path not in ("client/config", "telemetry"):
         (operation,) = routes[path].values()
-        assert fields_of(THEIRS[name]) <= {parameter["name"] for parameter in operation["parameters"]}
+        assert get_fields(THEIRS[name]) <= {parameter["name"] for parameter in operation["parameters"]}
 
 
 @pytest.mark.parametrize(("theirs", "ours"), INSIDE, ids=lambda kind: kind.__name__)
 def test_nested_schema_has_every_field_of_the_sdk(theirs: type, ours: type[WireModel]) -> None:
-    assert fields_of(theirs) <= fields_of(ours)
+    assert get_fields(theirs) <= get_fields(ours)
 
 
 def test_optimizer_step_has_every_field_of_the_sdk() -> None:
     sent = optim_step_request.OptimStepRequest(model_id="m", optim_params=types.AdamParams()).model_dump()
-    assert set(sent) <= fields_of(training.OptimStepRequest)
+    assert set(sent) <= get_fields(training.OptimStepRequest)
 
 
 def test_chunk_has_every_field_of_the_sdk() -> None:
     chunk_kinds = typing.get_args(typing.get_args(types.ModelInputChunk)[0])
     assert chunk_kinds
     for kind in chunk_kinds:
-        assert fields_of(kind) <= fields_of(training.InputChunk), kind
+        assert get_fields(kind) <= get_fields(training.InputChunk), kind
 
 
 def is_unbounded(schema: dict[str, Any]) -> bool:
-    """Whether a schema accepts integers of any size; lists are checked when they become arrays."""
+    """Return whether a schema accepts unbounded integers.
+
+    Lists are checked when converted to arrays.
+    """
     if schema.get("type") == "integer":
         return not schema.keys() & {"maximum", "exclusiveMaximum"}
     return any(is_unbounded(part) for part in schema.get("anyOf", ()))

@@ -1,4 +1,4 @@
-"""The audit log: entries in the transaction of their act, read by time and resource, and kept for their retention."""
+"""The audit log: written in the same transaction as the change, read by time and resource, and pruned."""
 
 import pytest
 

@@ -151,6 +151,7 @@ def test_referenced_artifacts(store: Store, session_id: SessionId) -> None:
         lambda tx: (sampling_sessions.create_session(tx, sampling), sampling_sessions.create_session(tx, on_base))
     )
     assert store.read(checkpoints.find_referenced_artifacts) == {"art-checkpoint", "art-snapshot", "art-sampler"}
+
     store.write(lambda tx: checkpoints.delete(tx, path("a")))
     store.write(lambda tx: models.delete_snapshot(tx, MODEL))
     assert store.read(checkpoints.find_referenced_artifacts) == {"art-sampler"}

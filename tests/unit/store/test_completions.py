@@ -41,7 +41,7 @@ def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
     return store.write(lambda tx: completions.cancel(tx, request_id, owner, b"over", 2.0))
 
 
-def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[SampleCompletion]:
+def list_for_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[SampleCompletion]:
     return store.read(lambda tx: completions.list_by_client(tx, SAMPLING, clone, after, limit))
 
 
@@ -50,12 +50,12 @@ def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) ->
     assert store.read(completions.get_last_position) == 0
     complete(store, third)
     complete(store, first, failed=True)
-    assert of_client(store) == [SampleCompletion(1, third, False, 6), SampleCompletion(2, first, True, 6)]
-    assert [each.request_id for each in of_client(store, limit=1)] == [third]
-    cursor = of_client(store)[-1].answer_order
-    assert of_client(store, after=cursor) == []
+    assert list_for_client(store) == [SampleCompletion(1, third, False, 6), SampleCompletion(2, first, True, 6)]
+    assert [completion.request_id for completion in list_for_client(store, limit=1)] == [third]
+    cursor = list_for_client(store)[-1].answer_order
+    assert list_for_client(store, after=cursor) == []
     complete(store, second)
-    assert [each.request_id for each in of_client(store, after=cursor)] == [second]
+    assert [completion.request_id for completion in list_for_client(store, after=cursor)] == [second]
     assert store.read(lambda tx: completions.list_completed(tx, 1, 10)) == [
         (2, first, SAMPLING, 1.0),
         (3, second, SAMPLING, 1.0),
@@ -67,9 +67,9 @@ def test_a_clone_lists_its_own_completions_only(store: Store, submit: Submit) ->
     original, last_of_copy, copy = submit(5), submit(8 * CLONE_STRIDE - 1), submit(7 * CLONE_STRIDE)
     for request_id in (original, last_of_copy, copy):
         complete(store, request_id)
-    assert [each.request_id for each in of_client(store)] == [original]
-    assert [each.request_id for each in of_client(store, clone=7)] == [last_of_copy, copy]
-    assert of_client(store, clone=8) == []
+    assert [completion.request_id for completion in list_for_client(store)] == [original]
+    assert [completion.request_id for completion in list_for_client(store, clone=7)] == [last_of_copy, copy]
+    assert list_for_client(store, clone=8) == []
 
 
 def test_a_cancelled_sample_fails_and_the_engine_reads_it_once(store: Store, submit: Submit) -> None:

@@ -1,4 +1,4 @@
-"""A data directory is used with one database only, because another one does not know its weights."""
+"""A data directory belongs to one database, because other databases do not know its weights."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ def add_session(tx: Session, owner: str = "ann") -> str:
     return sessions.create(tx, owner=owner, now=1.0)
 
 
-def owned(store: Store, owner: str) -> list[str]:
+def list_owned(store: Store, owner: str) -> list[str]:
     return store.read(lambda tx: sessions.list_ids(tx, owner, 1000, 0))
 
 
@@ -32,10 +32,10 @@ def test_writes_survive_reopening(open_store) -> None:
     first = open_store()
     session_id = first.write(add_session)
     first.close()
-    assert owned(open_store(), "ann") == [session_id]
+    assert list_owned(open_store(), "ann") == [session_id]
 
 
-@pytest.mark.parametrize("database_url", [None])  # test_postgresql has the counterpart
+@pytest.mark.parametrize("database_url", [None])  # test_postgresql.py has the counterpart for PostgreSQL
 def test_a_role_is_exclusive(tmp_path: Path, open_store) -> None:
     api = open_store("api")
     open_store("engine")
@@ -66,12 +66,12 @@ def test_commits_are_durable_and_foreign_keys_enforced(store: Store) -> None:
 def test_readers_cannot_write(store: Store) -> None:
     with pytest.raises(StoreError, match="cannot be written"):
         store.read(add_session)
-    assert owned(store, "ann") == []
+    assert list_owned(store, "ann") == []
 
 
 def test_failing_work_rolls_back_alone(store: Store) -> None:
     gate = threading.Event()
-    store.write_soon(lambda tx: gate.wait(60))  # makes the three below one group
+    store.write_soon(lambda tx: gate.wait(60))  # the three writes below share a group commit
 
     def fail(tx: Session) -> None:
         add_session(tx, "failed")
@@ -85,14 +85,14 @@ def test_failing_work_rolls_back_alone(store: Store) -> None:
     with pytest.raises(RuntimeError, match=r"^no$"):
         failing.result(60)
     expected = [before.result(60)], [], [after.result(60)]
-    assert (owned(store, "before"), owned(store, "failed"), owned(store, "after")) == expected
+    assert (list_owned(store, "before"), list_owned(store, "failed"), list_owned(store, "after")) == expected
 
 
 def test_a_result_is_returned_after_it_is_readable(store: Store) -> None:
     for number in range(20):
-        assert owned(store, f"owner-{number}") == []
+        assert list_owned(store, f"owner-{number}") == []
         session_id = store.write(lambda tx, number=number: add_session(tx, f"owner-{number}"))
-        assert owned(store, f"owner-{number}") == [session_id]
+        assert list_owned(store, f"owner-{number}") == [session_id]
 
 
 def test_many_threads_write_and_read(store: Store) -> None:
@@ -105,7 +105,7 @@ def test_many_threads_write_and_read(store: Store) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(owned(store, f"thread-{number}")) for number in range(8)] == [20] * 8
+    assert [len(list_owned(store, f"thread-{number}")) for number in range(8)] == [20] * 8
 
 
 def test_two_roles_write_concurrently(open_store) -> None:
@@ -113,7 +113,7 @@ def test_two_roles_write_concurrently(open_store) -> None:
     queued = [role.write_soon(add_session) for _ in range(100) for role in roles]
     session_ids = {write.result(30) for write in queued}
     assert len(session_ids) == 200
-    assert all(set(owned(role, "ann")) == session_ids for role in roles)
+    assert all(set(list_owned(role, "ann")) == session_ids for role in roles)
 
 
 def test_a_read_sees_one_consistent_state(store: Store) -> None:
@@ -123,7 +123,7 @@ def test_a_read_sees_one_consistent_state(store: Store) -> None:
         return before, len(sessions.list_ids(tx, "ann", 10, 0))
 
     assert store.read(read_twice) == (0, 0)
-    assert len(owned(store, "ann")) == 1
+    assert len(list_owned(store, "ann")) == 1
 
 
 def test_a_nested_write_is_refused(store: Store) -> None:
@@ -141,7 +141,7 @@ def test_close_finishes_queued_writes(open_store) -> None:
         store.write(add_session)
     with pytest.raises(StoreError, match="closed"):
         store.read(lambda tx: None)
-    assert sorted(owned(open_store(), "ann")) == sorted(future.result() for future in queued)
+    assert sorted(list_owned(open_store(), "ann")) == sorted(future.result() for future in queued)
 
 
 def test_a_cancelled_write_is_not_executed(store: Store) -> None:
@@ -151,7 +151,7 @@ def test_a_cancelled_write_is_not_executed(store: Store) -> None:
     assert unwanted.cancel()
     gate.set()
     store.write(lambda tx: None)
-    assert owned(store, "ann") == []
+    assert list_owned(store, "ann") == []
 
 
 def test_close_ends_a_wait(store: Store) -> None:

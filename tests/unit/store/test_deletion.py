@@ -1,4 +1,4 @@
-"""Deleted runs and checkpoints: hidden at once, restored by `undelete`, removed by `purge`."""
+"""Deleted runs and checkpoints are hidden immediately, restored by `undelete` and removed by `purge`."""
 
 import time
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def save(store: Store, name: str, artifact: str = "", ends: float | None = None)
 
 
 def visible(store: Store, now: float = 20.0) -> set[str]:
-    """Return the names that all lists agree on."""
+    """Return the checkpoint names in the lists, and check that all lists agree."""
 
     def read(tx) -> set[str]:
         names = {row.name for row in checkpoints.list_by_run(tx, RUN, now)}

@@ -45,6 +45,7 @@ def state(store: Store, request_id: RequestId, owner: str = "ann") -> FutureStat
 def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -> None:
     submitted = submit(store, new, now=7.5)
     (request,) = pending(store)
+
     assert submitted.is_new
     assert request == futures.PendingRequest(
         position=1,
@@ -89,7 +90,7 @@ def test_a_key_with_another_body_conflicts(store: Store, new: NewRequest) -> Non
 
 
 def test_duplicates_may_differ_in_kind(store: Store, new: NewRequest) -> None:
-    """A load whose checkpoint was deleted between two sends is a rejected request the second time."""
+    """If a checkpoint is deleted between two submissions of a load, the second is a rejected request."""
     submit(store, replace(new, kind="load_weights", digest=b"as sent"))
     assert not submit(store, replace(new, kind="rejected", body=b"no such path", digest=b"as sent")).is_new
     assert [request.kind for request in pending(store)] == ["load_weights"]

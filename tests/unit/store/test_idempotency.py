@@ -1,4 +1,4 @@
-"""Idempotency: repeated and reordered submissions of a request create one row."""
+"""Repeated and reordered submissions of a request create only one row."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from skyrl_tx.store.futures import ConflictingRequest, NewRequest, SubmittedRequ
 BODIES = st.sampled_from([b"", b"one", b"two"])
 SENDS = st.lists(st.tuples(st.integers(0, 4), BODIES), max_size=25)
 on_one_store = settings(max_examples=50, deadline=None, suppress_health_check=[*HealthCheck])
-rounds = itertools.count()  # a key prefix per example, because all examples share one store
+rounds = itertools.count()  # one key prefix per example, because all examples share a store
 
 
 def submission(session_id: SessionId, key: str, body: bytes) -> Callable[[Session], SubmittedRequest]:
@@ -24,7 +24,7 @@ def submission(session_id: SessionId, key: str, body: bytes) -> Callable[[Sessio
 
 
 def send(store: Store, session_id: SessionId, key: str, body: bytes) -> bool | None:
-    """Submit; return whether the request was new, or None for a conflict."""
+    """Submit a request. Returns whether it was new, or None for a conflict."""
     try:
         submitted = store.write(submission(session_id, key, body))
     except ConflictingRequest:
@@ -59,7 +59,7 @@ def test_each_key_keeps_its_first_body_and_position(
 @on_one_store
 @given(sends=SENDS, data=st.data())
 def test_concurrent_submissions_create_one_row_per_key(store: Store, session_id: SessionId, sends, data) -> None:
-    """A retry and its original may be in one group commit, in any order."""
+    """A retry and the original request may be part of one group commit, in any order."""
     run, start = next(rounds), last_position(store)
     order = data.draw(st.permutations(sends + sends))
     queued = [store.write_soon(submission(session_id, f"{run}/{sequence}", body)) for sequence, body in order]

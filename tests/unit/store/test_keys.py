@@ -16,11 +16,11 @@ def make(store: Store, owner: str, scope: KeyScope = "user") -> tuple[str, int]:
     return key, row.key_id
 
 
-def session_of(store: Store, owner: str) -> SessionId:
+def create_session(store: Store, owner: str) -> SessionId:
     return store.write(lambda tx: sessions.create(tx, owner=owner, now=1.0))
 
 
-def owner_of(store: Store, session_id: SessionId) -> str:
+def get_owner(store: Store, session_id: SessionId) -> str:
     row = store.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
     return row.owner
@@ -48,14 +48,14 @@ def test_revocation_is_permanent_and_numbers_are_not_reused(store: Store) -> Non
 
 
 def test_the_first_admin_key_takes_over_local_sessions(store: Store) -> None:
-    unowned, other = session_of(store, keys.LOCAL_OWNER), session_of(store, "ann")
+    unowned, other = create_session(store, keys.LOCAL_OWNER), create_session(store, "ann")
     make(store, "bob")
-    assert owner_of(store, unowned) == keys.LOCAL_OWNER
+    assert get_owner(store, unowned) == keys.LOCAL_OWNER
     make(store, "eve", "admin")
-    assert owner_of(store, unowned) == "eve" and owner_of(store, other) == "ann"
-    later = session_of(store, keys.LOCAL_OWNER)
+    assert get_owner(store, unowned) == "eve" and get_owner(store, other) == "ann"
+    later = create_session(store, keys.LOCAL_OWNER)
     make(store, "max", "admin")
-    assert owner_of(store, later) == keys.LOCAL_OWNER
+    assert get_owner(store, later) == keys.LOCAL_OWNER
 
 
 def test_rotation_replaces_a_key_after_an_overlap(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Notices and the history of the server's gauges, on both kinds of databases."""
+"""Notices and gauge history, on SQLite and PostgreSQL."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ log = logging.getLogger("skyrl_tx.test_notices")
 
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Log what these tests log, and not what clients of earlier tests do whose servers have ended."""
+    """Ignore log records of SDK clients from earlier tests whose servers have ended."""
     monkeypatch.setattr(logging.getLogger("tinker"), "propagate", False)
     level = log.level
     log.setLevel(logging.INFO)

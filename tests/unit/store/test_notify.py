@@ -58,10 +58,12 @@ def await_text(store: Store, text: str) -> None:
 def test_two_processes_notify_each_other(
     tmp_path: Path, open_store, database_url: str | None, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite, "_POLL_S", 60.0)  # without notification no commit would be noticed
+    monkeypatch.setattr(sqlite, "_POLL_S", 60.0)  # without notifications, no commit would be noticed in time
     data_dir = tmp_path.joinpath(*["long-name-" * 4] * (depth - 1), "data")
     assert (len(str(data_dir)) > 108) == (depth > 1)
+
     store = open_store("api", data_dir)
+
     with subprocess.Popen([sys.executable, "-c", ECHO, data_dir, database_url or ""]) as engine:
         await_text(store, "started")
         durations: list[float] = []
@@ -72,6 +74,7 @@ def test_two_processes_notify_each_other(
             durations.append(time.perf_counter() - started)
         ask(store, "stop")
         assert engine.wait(20) == 0
+
     assert min(durations) < 0.1, (
         "notified rather than polled; benchmarks measure the latency, because a busy machine adds to it"
     )
@@ -98,7 +101,7 @@ def test_notifications_before_a_wait_count_as_one(store: Store) -> None:
     assert not store.wait(0)
 
 
-@pytest.mark.parametrize("database_url", [None])  # on PostgreSQL the commit itself notifies
+@pytest.mark.parametrize("database_url", [None])  # on PostgreSQL, the commit sends the notification
 def test_a_lost_notification_delays_only(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
     api, engine = open_store("api"), open_store("engine")
     api.wait(0)
@@ -129,7 +132,7 @@ def test_is_peer_running(tmp_path: Path, open_store) -> None:
     engine = open_store("engine")
     assert api.is_peer_running() and engine.is_peer_running()
     engine.close()
-    until(lambda: not api.is_peer_running())  # a database server may release a lock late
+    until(lambda: not api.is_peer_running())  # the database server may release the lock with a delay
 
 
 @pytest.mark.parametrize("database_url", [None])

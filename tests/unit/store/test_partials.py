@@ -1,4 +1,4 @@
-"""New tokens of streamed samples: written per slice, read by position, removed with the result."""
+"""New tokens of streamed samples are written per slice, read by position and removed with the result."""
 
 import time
 
@@ -32,13 +32,16 @@ def test_tokens_are_read_once_in_the_order_of_writing(store: Store) -> None:
         ("a", 0, 2, [8]),
     ]
     assert rows[0][1].topk is None and rows[0][1].logprobs.tolist() == [-0.5, -0.5]
+
     topk = rows[1][1].topk
     assert topk is not None and topk.token_ids.tolist() == [[7, 7, 7]] and topk.logprobs.shape == (1, 3)
     assert [position for position, _ in store.read(lambda tx: completions.list_partials(tx, rows[1][0]))] == [
         rows[2][0]
     ]
+
     store.write(lambda tx: completions.delete_partials(tx, RequestId("a")))
     assert [row.request_id for _, row in store.read(lambda tx: completions.list_partials(tx, 0))] == ["b"]
+
     before = rows[-1][0]
     store.write(lambda tx: completions.add_partials(tx, [partial("c", 0, 0, 1)]))
     assert store.read(lambda tx: completions.list_partials(tx, before))[0][0] > before, "positions are not used twice"

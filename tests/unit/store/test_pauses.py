@@ -1,4 +1,4 @@
-"""Which requests wait for a published pause, and with which reason."""
+"""Requests that wait because of a published pause, and the reasons they report."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def pause(kind: str, name: str, limit: str) -> Pause:
 
 
 def submit(store: Store, kind: str) -> RequestId:
-    """Submit a request of ann, with key 3 and in the project math."""
+    """Submit a request of owner ann with API key 3 in the project math."""
 
     def work(tx) -> RequestId:
         session_id = sessions.create(tx, owner="ann", now=1.0, key_id=3, project_id="math")
@@ -51,12 +51,18 @@ def test_a_request_waits_for_pauses_of_its_owner_key_and_project(
 def test_pauses_of_several_engines_are_listed_once() -> None:
     one, two = pause("owner", "ann", TRAINING), pause("key", "3", SAMPLING)
     published = [
-        {"subject_kind": each.subject_kind, "subject": each.subject, "limit": each.limit, "reason": each.reason}
-        for each in (one, two)
+        {
+            "subject_kind": known_pause.subject_kind,
+            "subject": known_pause.subject,
+            "limit": known_pause.limit,
+            "reason": known_pause.reason,
+        }
+        for known_pause in (one, two)
     ]
     rows = [
         EngineStateRow(number=n, boot_id="b", pid=1, status="ready", capabilities={}, base_models=[], updated_at=1.0)
         for n in (1, 2, 3)
     ]
     rows[0].pauses, rows[1].pauses = published, published[:1]
+
     assert pauses.collect_pauses(*rows, None) == (one, two)

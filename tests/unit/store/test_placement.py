@@ -1,4 +1,4 @@
-"""Choices over rows: which engine gets a model, and what of an ended one goes where."""
+"""Placement of models on engines, and reassignment of the work of an engine that ended."""
 
 import time
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def add_request(
 
 
 def waiting(api: Store, engine: int) -> list[RequestId]:
-    """Return the open requests of an engine, in the order in which it reads them."""
+    """Return the open requests of an engine in the order in which the engine reads them."""
     return [row.request_id for row in api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=engine))]
 
 
@@ -192,11 +192,11 @@ def test_a_request_that_ran_alone_elsewhere_is_not_blamed_for_a_crash_of_its_new
 def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
     api: Store, session_id: SessionId, tmp_path: Path, postgresql_url: str
 ) -> None:
-    def position_of(tx: Session, request_id: RequestId) -> int:
+    def get_position(tx: Session, request_id: RequestId) -> int:
         return next(row.position for row in futures.list_pending(tx, 0, 100) if row.request_id == request_id)
 
     def give(*request_ids: RequestId) -> list[RequestId]:
-        return api.write(lambda tx: placement.give_samples(tx, 1, 2, [position_of(tx, name) for name in request_ids]))
+        return api.write(lambda tx: placement.give_samples(tx, 1, 2, [get_position(tx, name) for name in request_ids]))
 
     first, second, third = (api.write(lambda tx: add_request(tx, session_id, 1)) for _ in range(3))
     api.write(lambda tx: publish(tx, 2))
@@ -208,7 +208,7 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
         api.write(lambda tx: publish(tx, 2, "starting"))
         assert give(first) == []
         api.write(lambda tx: publish(tx, 2))
-        positions = api.read(lambda tx: [position_of(tx, name) for name in (first, second)])
+        positions = api.read(lambda tx: [get_position(tx, name) for name in (first, second)])
         assert api.write(lambda tx: completions.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
         assert api.write(lambda tx: placement.give_samples(tx, 1, 2, positions)) == [first]
         assert waiting(api, 1) == [third] and waiting(api, 2) == [first]
@@ -237,6 +237,7 @@ def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id:
         return placement.move(tx, 3, [1, 2]), model_id, request_id
 
     moved, model_id, request_id = api.write(work)
+
     assert moved.models == {model_id: 2}
     assert request_id in waiting(api, 2), "though engine 1 has fewer requests"
 
@@ -252,7 +253,7 @@ def test_an_engine_that_runs_keeps_what_it_has(api: Store, session_id: SessionId
     assert not second.write(lambda tx: leases.take(tx, 1))
     assert first.write(leases.become_keeper) and not second.write(leases.become_keeper)
     first.close()
-    until(lambda: second.write(leases.become_keeper))  # the server ends a connection a moment later
+    until(lambda: second.write(leases.become_keeper))  # the server closes the connection a moment later
     assert second.write(lambda tx: leases.take(tx, 1))
     assert api.read(placement.find_ended) == {1}
     second.close()

@@ -1,4 +1,4 @@
-"""PostgreSQL only; the other tests of this directory run on both databases."""
+"""Tests for PostgreSQL only. The other tests in this directory run on both databases."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def administrator(database_url: str) -> Iterator[psycopg.Connection]:
 
 
 def end_connections(administrator: psycopg.Connection, role: str) -> int:
-    """End connections, as a restart of the server or a network failure does."""
+    """Close all connections, as a server restart or a network failure would."""
     ended = administrator.execute(
         "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
         "WHERE datname = current_database() AND application_name LIKE %s",
@@ -136,7 +136,7 @@ def test_positions_are_committed_in_order(open_store, session_id: SessionId) -> 
     assert assigned.wait(10)
     second = apis[1].write_soon(lambda tx: submit(tx, session_id))
     with pytest.raises(TimeoutError):
-        second.result(0.2)  # it must not be visible before the first is committed
+        second.result(0.2)  # it must not become visible before the first one is committed
     assert engine.read(lambda tx: futures.list_pending(tx, 0, 10)) == []
     go_on.set()
     assert first.result(10).position < second.result(10).position

@@ -1,4 +1,4 @@
-"""Pruning of results, tombstones, sampling sessions, runs and sessions, and their high-water marks."""
+"""Pruning of results, tombstones, sampling sessions, runs and sessions, with high-water marks."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def state(store: Store, request_id: RequestId) -> FutureState:
     return store.read(lambda tx: futures.get_state(tx, request_id, "ann"))
 
 
-def completed(store: Store, new: NewRequest, effect_order: int | None = None) -> RequestId:
+def submit_and_complete(store: Store, new: NewRequest, effect_order: int | None = None) -> RequestId:
     request_id = submit(store, new).request_id
 
     def complete(tx: Session) -> None:
@@ -72,8 +72,8 @@ def completed(store: Store, new: NewRequest, effect_order: int | None = None) ->
     return request_id
 
 
-def fetched(store: Store, new: NewRequest, effect_order: int | None = None) -> RequestId:
-    request_id = completed(store, new, effect_order)
+def submit_and_fetch(store: Store, new: NewRequest, effect_order: int | None = None) -> RequestId:
+    request_id = submit_and_complete(store, new, effect_order)
     store.write(lambda tx: futures.mark_fetched(tx, [request_id], 100.0))
     return request_id
 
@@ -92,11 +92,11 @@ def prune(store: Store, now: float = 500.0) -> int:
 
 
 class TestResults:
-    """Results are pruned a while after they were fetched, unless recovery needs them."""
+    """Results are pruned some time after they were fetched, unless recovery still needs them."""
 
     @pytest.mark.parametrize("effect_order", [None, 10])
     def test_a_pruned_request_becomes_a_tombstone(self, store, new: NewRequest, effect_order) -> None:
-        request_id = fetched(store, new, effect_order)
+        request_id = submit_and_fetch(store, new, effect_order)
         store.write(lambda tx: futures.mark_fetched(tx, [request_id], 150.0))
         assert prune_results(store, 160.0) == 0
         assert prune_results(store, 161.0) == 1
@@ -107,14 +107,14 @@ class TestResults:
         assert store.read(lambda tx: futures.list_pending(tx, 0, 100)) == []
 
     def test_a_request_after_the_snapshot_stays_until_its_model_ends(self, store, new: NewRequest) -> None:
-        request_id = fetched(store, new, effect_order=11)
+        request_id = submit_and_fetch(store, new, effect_order=11)
         assert prune_results(store, 1e9) == 0
         assert state(store, request_id).result == b"result"
         store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
         assert prune_results(store, 1e9) == 1
 
     def test_an_unfetched_result_stays_until_its_session_finishes(self, store, new: NewRequest) -> None:
-        request_id = completed(store, new)
+        request_id = submit_and_complete(store, new)
         assert prune_results(store, 1e9) == 0
         store.write(lambda tx: sessions.finish(tx, new.session_id, "success", 200.0))
         assert prune_results(store, 260.0) == 0
@@ -123,19 +123,19 @@ class TestResults:
 
     def test_the_limit_bounds_each_call(self, store, session_id: SessionId) -> None:
         for seq_id in range(1, 6):
-            fetched(store, to_model(session_id, seq_id))
+            submit_and_fetch(store, to_model(session_id, seq_id))
         counts = [store.write(lambda tx: pruning.prune_results(tx, 1e9, retention_s=0, limit=2)) for _ in range(4)]
         assert counts == [2, 2, 1, 0]
 
 
 class TestRequests:
-    """Tombstones are deleted later, and a high-water mark stays."""
+    """Tombstones are deleted later, and a high-water mark remains."""
 
     @pytest.mark.parametrize("make", [to_model, to_sampler])
     def test_a_deleted_sequence_number_is_refused(self, store, session_id: SessionId, make) -> None:
         gone, kept = make(session_id, 4), make(session_id, 5)
-        deleted = fetched(store, gone)
-        completed(store, kept)
+        deleted = submit_and_fetch(store, gone)
+        submit_and_complete(store, kept)
         assert prune(store, 200.0) == 0, "the result is pruned, its tombstone stays"
         assert prune(store, 201.0) == 1
         assert state(store, deleted).status == "unknown"
@@ -148,8 +148,8 @@ class TestRequests:
         assert submit(store, make(session_id, 6)).is_new
 
     def test_high_water_marks_are_per_sampling_client(self, store, session_id: SessionId) -> None:
-        fetched(store, to_sampler(session_id, CLONE + 9))
-        fetched(store, to_sampler(session_id, 0))
+        submit_and_fetch(store, to_sampler(session_id, CLONE + 9))
+        submit_and_fetch(store, to_sampler(session_id, 0))
         assert prune(store) == 2
         assert submit(store, to_sampler(session_id, 1)).is_new
         with pytest.raises(RequestPruned):
@@ -158,44 +158,44 @@ class TestRequests:
 
     def test_an_older_open_request_stays(self, store, session_id: SessionId) -> None:
         slow = submit(store, to_sampler(session_id, 1)).request_id
-        fetched(store, to_sampler(session_id, 2))
+        submit_and_fetch(store, to_sampler(session_id, 2))
         prune(store)
         assert submit(store, to_sampler(session_id, 1)) == futures.SubmittedRequest(slow, is_new=False)
 
     def test_high_water_marks_only_rise(self, store, session_id: SessionId) -> None:
-        fetched(store, to_model(session_id, 9))
-        late = completed(store, to_model(session_id, 2))
+        submit_and_fetch(store, to_model(session_id, 9))
+        late = submit_and_complete(store, to_model(session_id, 2))
         prune(store)
         store.write(lambda tx: futures.mark_fetched(tx, [late], 500.0))
         assert prune(store, 1000.0) == 1
         assert store.read(lambda tx: futures.get_high_water_mark(tx, f"model/{MODEL}")) == 9
 
     def test_last_answered_sequence_number_after_deletion(self, store, session_id: SessionId) -> None:
-        fetched(store, to_model(session_id, 9), effect_order=3)
+        submit_and_fetch(store, to_model(session_id, 9), effect_order=3)
         prune(store)
         for kinds in (None, {"optim_step"}):
             assert store.read(lambda tx, kinds=kinds: futures.get_last_answered_seq(tx, MODEL, kinds)) == 9
 
     def test_requests_without_a_sequence_number_leave_no_mark(self, store, new: NewRequest) -> None:
         for seq_id in (None, 0):
-            fetched(store, replace(new, key="", seq_id=seq_id))
+            submit_and_fetch(store, replace(new, key="", seq_id=seq_id))
         assert prune(store) == 2
         assert submit(store, replace(new, key="", seq_id=None)).is_new
 
     def test_model_creations_stay_until_their_session_expires(self, store, new: NewRequest) -> None:
-        fetched(store, replace(new, key="create/s/0", kind="create_model", seq_id=0))
-        fetched(store, replace(new, key="create/s/1", kind="load_weights", seq_id=0))
-        fetched(store, replace(new, kind="load_weights"))
+        submit_and_fetch(store, replace(new, key="create/s/0", kind="create_model", seq_id=0))
+        submit_and_fetch(store, replace(new, key="create/s/1", kind="load_weights", seq_id=0))
+        submit_and_fetch(store, replace(new, kind="load_weights"))
         assert prune(store, 1000.0) == 1
         assert prune(store, 1002.0) == 2
 
     def test_a_request_after_the_snapshot_stays(self, store, new: NewRequest) -> None:
-        fetched(store, new, effect_order=11)
+        submit_and_fetch(store, new, effect_order=11)
         assert prune(store, 1e9) == 0
 
 
 class TestSamplingSessions:
-    """Sampling sessions that cannot be used are deleted with the high-water marks of their clients."""
+    """Sampling sessions that can no longer be used are deleted with their clients' high-water marks."""
 
     @pytest.fixture(autouse=True)
     def _sampling_sessions(self, store: Store, session_id: SessionId) -> None:
@@ -230,9 +230,9 @@ class TestSamplingSessions:
         return set(store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()))
 
     def test_released_sessions_are_deleted_after_their_requests(self, store, session_id: SessionId) -> None:
-        fetched(store, to_model(session_id, 4))
+        submit_and_fetch(store, to_model(session_id, 4))
         for seq_id in (3, CLONE + 9):
-            fetched(store, to_sampler(session_id, seq_id))
+            submit_and_fetch(store, to_sampler(session_id, seq_id))
         assert self.delete(store, 1e9) == 0, "its requests are stored"
         assert prune(store) == 3
         assert self.marks(store) == {f"model/{MODEL}", f"sample/{SAMPLER}/0", f"sample/{SAMPLER}/7"}
@@ -249,7 +249,7 @@ class TestSamplingSessions:
         assert self.remaining(store, session_id) == set()
 
     def test_deleting_a_run_deletes_the_marks_of_its_samplers(self, store, session_id: SessionId) -> None:
-        fetched(store, to_sampler(session_id, 3))
+        submit_and_fetch(store, to_sampler(session_id, 3))
         prune(store)
         store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
         removed: list[ModelId] = []
@@ -259,7 +259,7 @@ class TestSamplingSessions:
 
 
 class TestRunsAndSessions:
-    """Ended runs and finished sessions are deleted when nothing is left of them."""
+    """Ended runs and finished sessions are deleted once nothing refers to them."""
 
     @pytest.fixture(autouse=True)
     def _ended(self, store: Store, session_id: SessionId) -> None:
@@ -280,7 +280,7 @@ class TestRunsAndSessions:
         return store.write(work)
 
     def test_an_ended_run_is_deleted_with_its_mark_and_its_session(self, store, session_id: SessionId) -> None:
-        fetched(store, to_model(session_id, 4))
+        submit_and_fetch(store, to_model(session_id, 4))
         assert self.delete(store) == (0, 0), "its request is stored"
         assert prune(store) == 1
         assert self.delete(store, 100.0) == (0, 0), "its session finished at 100"
@@ -307,7 +307,7 @@ class TestRunsAndSessions:
         assert self.delete(store) == (0, 0)
 
     def test_a_run_of_an_open_session_stays(self, store, session_id: SessionId) -> None:
-        """Its id could be created again."""
+        """If it were deleted, its id could be created again."""
 
         def reopen(tx: Session) -> None:
             row = sessions.get(tx, session_id)
@@ -319,7 +319,7 @@ class TestRunsAndSessions:
 
     def test_a_session_with_a_rejected_creation_stays_until_that_is_deleted(self, store, session_id: SessionId) -> None:
         rejected = replace(to_model(session_id, 0), key=f"create/{session_id}/0", kind="create_model", model_id=None)
-        fetched(store, rejected)
+        submit_and_fetch(store, rejected)
         assert self.delete(store) == (1, 0)
         assert prune(store, 1e6) == 1
         assert self.delete(store) == (0, 1)

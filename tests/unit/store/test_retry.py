@@ -20,12 +20,12 @@ LARGE = "x" * 2**20
 
 
 class Disk:
-    """A disk that may be full for new connections; SQLite limits the size per connection."""
+    """A disk that can be full for new connections, because SQLite limits the size per connection."""
 
     def __init__(self) -> None:
         self.is_full = False
 
-    def connected(self, connection: sqlite3.Connection, _record: object) -> None:
+    def limit_size(self, connection: sqlite3.Connection, _record: object) -> None:
         if self.is_full:
             connection.execute("PRAGMA max_page_count = 1")
 
@@ -33,9 +33,9 @@ class Disk:
 @pytest.fixture
 def disk() -> Iterator[Disk]:
     disk = Disk()
-    event.listen(Engine, "connect", disk.connected)
+    event.listen(Engine, "connect", disk.limit_size)
     yield disk
-    event.remove(Engine, "connect", disk.connected)
+    event.remove(Engine, "connect", disk.limit_size)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def add(tx: Session, name: str = "") -> str:
 
 
 def fill(store: Store, disk: Disk) -> None:
-    """Make large writes fail, on the present connection and on later ones."""
+    """Make large writes fail on the current connection and on new connections."""
     disk.is_full = True
     store.write(lambda tx: tx.connection().exec_driver_sql("PRAGMA max_page_count = 1").scalar())
 

@@ -73,12 +73,14 @@ def test_inflight_sessions_of_a_model_share_a_sampler(store: Store, session_id: 
         new = row(session_id, f"s-{number}")
         new.is_inflight, new.request_id = is_inflight, RequestId(f"req-{number}")
         store.write(lambda tx, new=new: sampling_sessions.create_session(tx, new))
+
     model, newest = ModelId("run"), SamplerId("art-new")
     store.write(lambda tx: sampling_sessions.update_inflight(tx, model, newest))
     store.write(lambda tx: sampling_sessions.set_size(tx, model, newest, 100))
     assert [get(store, f"s-{number}").sampler_id for number in range(3)] == [newest, newest, "art-s-2"]
     assert {
-        (each.model_id, each.sampler_id, each.request_id) for each in store.read(sampling_sessions.list_ephemeral)
+        (session.model_id, session.sampler_id, session.request_id)
+        for session in store.read(sampling_sessions.list_ephemeral)
     } == {
         (model, newest, "req-0"),
         (model, newest, "req-1"),
@@ -87,7 +89,7 @@ def test_inflight_sessions_of_a_model_share_a_sampler(store: Store, session_id: 
     assert store.write(lambda tx: sampling_sessions.release_unused(tx, 9.0, keep_newest=1, max_bytes=100)) == [
         "art-s-2"
     ]
-    assert {each.sampler_id for each in store.read(sampling_sessions.list_ephemeral)} == {newest}
+    assert {session.sampler_id for session in store.read(sampling_sessions.list_ephemeral)} == {newest}
 
 
 def test_clones_are_numbered(store: Store, session_id: SessionId) -> None:

@@ -62,7 +62,7 @@ def test_a_database_of_a_newer_release_is_refused_unchanged(tmp_path: Path) -> N
 def test_a_failed_migration_rolls_back(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
-        connection.execute(text("CREATE VIEW sampling_sessions AS SELECT 1"))  # the last table
+        connection.execute(text("CREATE VIEW sampling_sessions AS SELECT 1"))  # the last table in the schema
     with pytest.raises(StoreError, match="sampling_sessions already exists"):
         Store.open(tmp_path, role="api")
     assert inspect(engine).get_table_names() == []
@@ -98,7 +98,7 @@ OLD_ROWS = (
 
 
 def write_old_database(path: Path, revision: str) -> None:
-    """Write a data directory with an earlier schema, a complete request and an open one."""
+    """Write a data directory with an earlier schema, one completed request and one open request."""
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
         old_schemas.create(connection, revision)
@@ -117,15 +117,19 @@ def test_a_database_of_any_earlier_release_opens_with_its_data(tmp_path: Path, r
     store = Store.open(tmp_path, role="engine")
     model_id = ModelId("session-1:train:0")
     assert store.read(lambda tx: futures.get_state(tx, RequestId("req-1"), "ann")).result == b"\x03"
+
     (waiting,) = store.read(lambda tx: futures.list_pending(tx, 0, 10))
     assert (waiting.request_id, waiting.body, waiting.attempts) == ("req-2", b"\x04", 1)
     assert [effect.request_id for effect in store.read(lambda tx: futures.read_log(tx, model_id, 6))] == ["req-1"]
+
     snapshot = store.read(lambda tx: models.get_snapshot(tx, model_id))
     assert snapshot is not None and (snapshot.artifact_id, snapshot.effect_order) == ("art", 6)
+
     effect = store.write(
         lambda tx: futures.complete(tx, RequestId("req-2"), b"answer", failed=False, effect_order=8, now=4.0)
     )
     assert effect
+
     store.close()
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.connect() as connection:

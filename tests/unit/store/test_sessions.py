@@ -91,7 +91,7 @@ def test_sessions_without_heartbeat_or_requests_time_out(store: Store) -> None:
 
 
 def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_id: SessionId) -> None:
-    """Metadata may be long: reading it with each heartbeat delayed the writes of all sessions."""
+    """Metadata can be large, and reading it with every heartbeat would delay the writes of all sessions."""
     statements: list[str] = []
 
     def record(*arguments: Any) -> None:
@@ -107,4 +107,6 @@ def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_
     finally:
         event.remove(Engine, "before_cursor_execute", record)
     assert found is not None and (found.last_heartbeat_at, found.finished_at) == (9.0, None)
-    assert len(statements) >= 5 and not [each for each in statements if "user_metadata" in each or "tags" in each]
+    assert len(statements) >= 5 and not [
+        statement for statement in statements if "user_metadata" in statement or "tags" in statement
+    ]

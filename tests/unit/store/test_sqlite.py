@@ -1,4 +1,4 @@
-"""SQLite only: vacuum, and the check of the file when it is opened."""
+"""SQLite only: vacuum, and the integrity check when a file is opened."""
 
 import sqlite3
 import threading
@@ -55,21 +55,21 @@ def test_files_of_early_releases_become_vacuumable(tmp_path: Path) -> None:
 
 @pytest.fixture
 def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the checks of database files."""
+    """Count how often database files are checked."""
     checked: list[Path] = []
     check = Sqlite.check
 
-    def counted(database: Sqlite) -> None:
+    def count_and_check(database: Sqlite) -> None:
         checked.append(database._path)
         check(database)
 
-    monkeypatch.setattr(Sqlite, "check", counted)
+    monkeypatch.setattr(Sqlite, "check", count_and_check)
     return lambda: len(checked)
 
 
 def test_a_file_is_checked_once_while_any_process_has_it_open(tmp_path: Path, num_checks: Callable[[], int]) -> None:
     api = Store.open(tmp_path, role="api")
-    for _ in range(2):  # an engine that crashes and starts again
+    for _ in range(2):  # simulates an engine that crashes and restarts
         Store.open(tmp_path, role="engine").close()
     assert num_checks() == 1
     engine = Store.open(tmp_path, role="engine")
@@ -96,5 +96,5 @@ def test_a_process_that_waited_for_a_check_that_failed_checks_itself(
         opened = [threads.submit(Store.open, tmp_path, role=role) for role in roles]
         time.sleep(0.2)
         may_end.set()
-        for each in opened:
-            assert isinstance(each.exception(20), StoreError)
+        for future in opened:
+            assert isinstance(future.exception(20), StoreError)

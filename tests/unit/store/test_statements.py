@@ -18,7 +18,7 @@ def test_batches_cover_all_ids_and_have_few_lengths(number: int) -> None:
 
 
 def test_statements_leave_no_cyclic_garbage(store: Store) -> None:
-    """Cyclic garbage would stay for long, because a server rarely collects it."""
+    """Cyclic garbage would stay in memory for long, because the server rarely runs the collector."""
     ids = [RequestId(f"req-{index:032}") for index in range(50)]
 
     def run_statements() -> None:

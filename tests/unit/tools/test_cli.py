@@ -191,7 +191,7 @@ def test_version() -> None:
 
 def extra_packages(name: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [re.split(r"[<>=\[]", each)[0] for each in project["optional-dependencies"][name]]
+    return [re.split(r"[<>=\[]", requirement)[0] for requirement in project["optional-dependencies"][name]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Completion of commands, flags, choices and paths, in the shells that are installed."""
+"""Shell completion of commands, flags, choices and paths, in the installed shells."""
 
 import os
 import pty
@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Return a directory with the script of each shell, a command `skyrl-tx` of this tree, and a directory."""
+    """Return a directory with the completion scripts, a `skyrl-tx` command of this tree, and a subdirectory."""
     program = tmp_path / "bin" / "skyrl-tx"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m skyrl_tx "$@"\n')
@@ -48,7 +48,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def complete_in_bash(directory: Path, line: str) -> set[str]:
-    """Return what bash offers at the end of a line."""
+    """Return the completions that bash offers at the end of a line."""
     program = (
         "source script.bash; COMP_LINE=$1; COMP_POINT=${#1}; COMP_TYPE=9; "
         '_python_argcomplete skyrl-tx; printf "%s\\n" "${COMPREPLY[@]}"'
@@ -104,6 +104,7 @@ def test_zsh_completes(shell: Path, typed: str, completed: str) -> None:
         ["zsh", "-i"], stdin=end, stdout=end, stderr=end, env=variables, start_new_session=True, close_fds=True
     )
     os.close(end)
+
     try:
         assert "loaded" in read_until(terminal, "loaded")
         os.write(terminal, f"skyrl-tx {typed}\t".encode())
@@ -115,7 +116,10 @@ def test_zsh_completes(shell: Path, typed: str, completed: str) -> None:
 
 
 def read_until(terminal: int, text: str, within_s: float = 30.0) -> str:
-    """Return the output of a terminal up to a text, without control sequences; all of it if the text does not come."""
+    """Return the terminal output up to a text, without control sequences.
+
+    If the text does not appear, return all output.
+    """
     end, read = time.monotonic() + within_s, ""
     while text not in read and time.monotonic() < end:
         if select.select([terminal], [], [], 0.1)[0]:

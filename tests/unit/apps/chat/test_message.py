@@ -1,4 +1,4 @@
-"""Reasoning and tool calls, found in any division of the text."""
+"""Reasoning and tool calls are found regardless of how the text is split."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ ARGUMENTS = {"city": "Zürich", "n": 2}
 
 
 def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName = "none") -> list[tuple[str, str]]:
-    """Parse a text that comes in pieces; return adjacent parts of one kind joined."""
+    """Parse text that arrives in pieces, and return the parts with adjacent parts of one kind joined."""
     parser = MessageParser(ReasoningSplit(inside=inside), tools)
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts: list[Part] = []
@@ -32,6 +32,7 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
         parts += parser.feed(text[start:end])
     parts += parser.feed("", is_last=True)
     joined: list[tuple[str, str]] = []
+
     for part in parts:
         kind, value = (part.kind, part.text) if isinstance(part, Piece) else ("call", part.name)
         if isinstance(part, ToolCall):
@@ -40,7 +41,9 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
             joined[-1] = kind, joined[-1][1] + value
         else:
             joined.append((kind, value))
+
     assert parser.has_calls == any(isinstance(part, ToolCall) for part in parts)
+
     return joined
 
 

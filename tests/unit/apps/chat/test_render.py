@@ -1,4 +1,4 @@
-"""Rendered prompts have the tokens of `AutoTokenizer.apply_chat_template`."""
+"""Rendered prompts have the same tokens as `AutoTokenizer.apply_chat_template`."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizer import PACKAGED
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = "gemma3", "llama3", "qwen2", "qwen3", "tiny"
 TRIMMING = "gemma3", "llama3"
-"""Families whose templates remove space around the content of messages."""
+"""Model families whose templates strip whitespace around message content."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -56,7 +56,7 @@ def model_directory(tmp_path: Path, family: str) -> Path:
     return tmp_path
 
 
-def text_of(directory: Path, **settings: Any) -> ModelText:
+def make_text(directory: Path, **settings: Any) -> ModelText:
     return ModelText(ApiSettings(data_dir=directory, base_model=str(directory), **settings))
 
 
@@ -66,7 +66,7 @@ def text_of(directory: Path, **settings: Any) -> ModelText:
         (family, conversation)
         for family in FAMILIES
         for conversation in CONVERSATIONS
-        if (family, conversation) != ("gemma3", "called")  # which it refuses
+        if (family, conversation) != ("gemma3", "called")  # the template rejects this
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"enable_thinking": False}, {"date_string": "1 Nov 2026"}], ids=str)
@@ -76,7 +76,7 @@ def test_tokens_equal_those_of_transformers(
     messages, tools = CONVERSATIONS[conversation]
     directory = model_directory(tmp_path, family)
     reference = AutoTokenizer.from_pretrained(directory)
-    text = text_of(directory)
+    text = make_text(directory)
     for adds in (True, False):
         expected = reference.apply_chat_template(
             messages, tools=tools, add_generation_prompt=adds, return_dict=False, **more
@@ -92,17 +92,17 @@ def test_final_message_can_be_continued(tmp_path: Path, family: str, content: st
     messages = [*TALK, {"role": "assistant", "content": content}]
     reference = AutoTokenizer.from_pretrained(directory)
     expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    rendered = text_of(directory).template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    rendered = make_text(directory).template.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected and rendered.endswith(content.strip() if family in TRIMMING else content)
 
 
 def test_refusal_of_a_template_names_the_messages(tmp_path: Path) -> None:
-    template = text_of(model_directory(tmp_path, "llama3")).template
+    template = make_text(model_directory(tmp_path, "llama3")).template
     with pytest.raises(UserError, match=r"messages: .*only the first message may be of the system"):
         template.render([TALK[1], TALK[0]])
     with pytest.raises(UserError, match="no text that could be continued"):
         template.render([{"role": "assistant", "content": None}], continue_final_message=True)
-    template = text_of(model_directory(tmp_path, "gemma3")).template
+    template = make_text(model_directory(tmp_path, "gemma3")).template
     with pytest.raises(UserError, match=r"messages: .*take turns, not tool"):
         template.render(CONVERSATIONS["called"][0])
 
@@ -126,27 +126,27 @@ def test_named_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    template = text_of(directory).template
+    template = make_text(directory).template
     assert (template.render(TALK), template.render(TALK, TOOLS)) == ("d", "t")
 
 
 def test_template_of_the_settings_wins(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("own")
-    assert text_of(model_directory(tmp_path, "qwen3"), chat_template=file).template.render(TALK) == "own"
+    assert make_text(model_directory(tmp_path, "qwen3"), chat_template=file).template.render(TALK) == "own"
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        text_of(tmp_path).check()
+        make_text(tmp_path).check()
     with pytest.raises(UserError, match="--chat-template"):
-        _ = text_of(tmp_path).template
+        _ = make_text(tmp_path).template
     with pytest.raises(UserError, match="cannot be read"):
-        _ = text_of(tmp_path, chat_template=tmp_path / "missing").template
+        _ = make_text(tmp_path, chat_template=tmp_path / "missing").template
 
 
 def test_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
-    text = text_of(model_directory(tmp_path, "qwen2"))
+    text = make_text(model_directory(tmp_path, "qwen2"))
     for sample in ("Zürich – 42 °C 🙂", "<|im_start|>user\n<think>"):
         tokens = text.encode(sample, add_special=False)
         assert b"".join(map(text.decode_bytes, tokens)).decode() == sample

@@ -1,4 +1,4 @@
-"""Streams of events end with their client: it disconnects, or it stops reading."""
+"""Event streams end when their client disconnects or stops reading."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -25,7 +25,7 @@ class FakeGeneration:
 
 
 class Client:
-    """The client of one stream. `reads` is how many messages it reads before it stops."""
+    """The client of one stream. It stops after `reads` messages."""
 
     def __init__(self, reads: int = 1000) -> None:
         self.reads = reads
@@ -47,7 +47,7 @@ class Client:
 
 
 ended: list[str] = []
-"""The events generators that ended."""
+"""The event generators that have ended."""
 
 
 async def endless_events(delay_s: float = 0.01) -> AsyncGenerator[bytes]:
@@ -60,7 +60,7 @@ async def endless_events(delay_s: float = 0.01) -> AsyncGenerator[bytes]:
 
 
 def serve(events: AsyncGenerator[bytes], client: Client, leave_after_s: float | None = None) -> FakeGeneration:
-    """Serve a stream until it ends; return its generation."""
+    """Serve a stream until it ends and return its generation."""
     generation = FakeGeneration()
     stream = EventStream(events, lambda error: encode_event(str(error)), [cast(Generation, generation)])
 

@@ -1,4 +1,4 @@
-"""Text piece by piece equals text decoded at once, and holds back what may be a stop string."""
+"""Incremental decoding equals decoding at once, and holds back possible stop strings."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ class TinyDecoder:
 
 @cache
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Return a tokenizer in the form of Llama 2's and Gemma's: rare characters are written as one token a byte."""
+    """Return a byte-fallback tokenizer like in Llama 2 and Gemma, with one token per byte of rare characters."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "é", "日", "▁Hello"]
     made = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, [], byte_fallback=True))
     made.decoder = decoders.Sequence(
@@ -39,7 +39,7 @@ class ByteFallbackDecoder:
 
 
 SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size=12)
-"""Any tokens, of which many are parts of characters."""
+"""Arbitrary tokens. Many of them are parts of characters."""
 
 
 @given(slices=SLICES, skip_special=st.booleans())
@@ -73,7 +73,7 @@ def test_text_of_a_byte_fallback_vocabulary_is_whole(texts: list[str]) -> None:
 
 @given(tokens=st.lists(st.integers(1, 262), max_size=12))
 def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_end_a_stream(tokens: list[int]) -> None:
-    """`DecodeStream` raises "Invalid prefix" for them."""
+    """`DecodeStream` raises "Invalid prefix" for such bytes."""
     detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
     pieces = [detokenizer.feed([token]) for token in [*tokens, 1 + ord("b"), 1 + 0xE6, 259]]
     assert ("".join(pieces) + detokenizer.finish()).endswith("a")  # token 259
@@ -81,7 +81,7 @@ def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_end_a_stream(tokens:
 
 @given(data=st.data())
 def test_invalid_bytes_are_released_in_time(data: st.DataObject) -> None:
-    """A model that writes thousands of them costs as much for each token as any other."""
+    """Thousands of invalid bytes cost as much per token as any other text."""
     parts = [token for token in range(VOCAB_SIZE) if tokenizer().decode([token]) == "\ufffd"]
     tokens = data.draw(st.lists(st.sampled_from(parts), min_size=60, max_size=150))
     detokenizer, released = Detokenizer(TinyDecoder()), ""

@@ -1,4 +1,4 @@
-"""The queries of the console, with the same answers from both kinds of databases."""
+"""Console queries return the same results on SQLite and PostgreSQL."""
 
 from collections.abc import Callable
 
@@ -79,6 +79,7 @@ def filled(store: Store) -> Store:
         logged_metrics.add_points(
             tx, row, [NewLoggedPoint(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW
         )
+
         for number in range(2):
             tx.add(
                 SamplingSessionRow(
@@ -89,6 +90,7 @@ def filled(store: Store) -> Store:
                     last_used_at=2.0,
                 )
             )
+
         for owner in ("ann", "bob", "ann"):
             keys.create(tx, owner=owner, scope="user", name=owner, note="", now=NOW)
         first = keys.list_all(tx)[0]

@@ -1,4 +1,4 @@
-"""The files that the wheel must have, those of others unchanged."""
+"""Static files that the wheel must contain, with third-party files unchanged."""
 
 import tomllib
 from pathlib import Path

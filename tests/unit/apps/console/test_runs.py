@@ -50,6 +50,7 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
     assert [sample.bar for sample in group.samples] == [0.5, -1.0, 0.0]
     assert [sample.trainer_gap for sample in group.samples] == [0.25, 0.25, None]
     assert abs((group.samples[0].probability or 0) - 0.3679) < 1e-3
+
     (ids,) = describe_groups([kept], lambda tokens: None)
     assert ids.samples[0].text == "1 2" and not ids.samples[0].is_text
 

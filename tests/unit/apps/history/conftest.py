@@ -1,4 +1,4 @@
-"""Fixtures: the engine's harness, because history is written with each result."""
+"""Fixtures: the engine harness, because history is written with each result."""
 
 from tests.unit.engine.conftest import api_is_there_for_long, harness
 

@@ -20,7 +20,7 @@ VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0}
 
 
 def point(position: int, kind: PointKind, step: int, **changes: Any) -> Point:
-    """Return a point with the same times and sizes as others."""
+    """Return a point with fixed times and sizes."""
     times = {"created_at": 0.0, "started_at": 1.0, "at": 2.0, "device_s": 0.5}
     fields = {**times, "tokens": 10, "datums": 2, "values": VALUES, **changes}
     return Point(position=position, model_id=ModelId("run"), kind=kind, step=step, **fields)
@@ -42,7 +42,7 @@ def test_metrics_are_folded_as_the_sdk_folds_chunks(chunks: list[tuple[float, in
         SimpleNamespace(metrics=dict.fromkeys(names, value), loss_fn_outputs=[None] * weight, loss_fn_output_type="")
         for value, weight in chunks
     ]
-    # The SDK's function asks for its own types, of which it reads these attributes only.
+    # The SDK's function expects SDK types, but reads only these attributes.
     from tinker.lib import chunked_fwdbwd_helpers
 
     expected = chunked_fwdbwd_helpers._metrics_reduction(outputs)  # pyright: ignore
@@ -137,7 +137,7 @@ def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
 
     def read_sampled(after: int) -> Sequence[SampledStep]:
         reads.append(after)
-        return [each for each in sampled.values() if each.step > after]
+        return [step_samples for step_samples in sampled.values() if step_samples.step > after]
 
     cache = CurveCache()
     first = cache.read_steps("run", read, read_sampled)

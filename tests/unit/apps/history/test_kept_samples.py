@@ -1,4 +1,4 @@
-"""Kept samples: whole groups, seen by their owner, with what training made of them, within age and size."""
+"""Kept samples: whole groups, visible to their owner, marked when trained on, limited by age and size."""
 
 import numpy as np
 
@@ -26,21 +26,23 @@ def group(name: str, *, step: int | None = 1, owner: str = "ann", count: int = 2
 
 
 def add(store: Store, *new: NewGroup, now: float = 10.0) -> None:
-    store.write(lambda tx: [kept_samples.add(tx, each, now) for each in new])
+    store.write(lambda tx: [kept_samples.add(tx, group, now) for group in new])
 
 
-def of_step(store: Store, step: int | None = 1, limit: int = 10, owner: str | None = "ann", **more) -> list[KeptGroup]:
+def read_step(
+    store: Store, step: int | None = 1, limit: int = 10, owner: str | None = "ann", **more
+) -> list[KeptGroup]:
     return store.read(lambda tx: kept_samples.read_step(tx, RUN, step, limit, owner=owner, **more))
 
 
 def names(found: list[KeptGroup]) -> list[str]:
-    return [each.request_id for each in found]
+    return [group.request_id for group in found]
 
 
 def test_group_is_read_as_it_was_written(store: Store) -> None:
     new = group("a", count=12)
     add(store, new)
-    (found,) = of_step(store)
+    (found,) = read_step(store)
     assert found.prompt.tolist() == [0, 1, 2, 3, 4] and found.at == 10.0 and found.owner == "ann"
     assert [sample.sequence_id for sample in found.samples] == [sample.sequence_id for sample in new.samples]
     assert found.samples[2].tokens.tolist() == [0, 1, 2] and found.samples[2].logprobs.tolist() == [-1.0] * 3
@@ -52,16 +54,16 @@ def test_group_is_read_as_it_was_written(store: Store) -> None:
 def test_sequence_that_is_written_again_replaces_the_first_one(store: Store) -> None:
     add(store, group("a"))
     add(store, group("a", count=3), now=11.0)
-    (found,) = of_step(store)
+    (found,) = read_step(store)
     assert len(found.samples) == 3 and found.at == 11.0
 
 
 def test_groups_of_a_step_page_by_page_for_their_owner_only(store: Store) -> None:
     add(store, group("a"), group("b"), group("c", owner="bob"), group("d", step=2), group("e", step=None))
-    assert names(of_step(store)) == ["a", "b"] and names(of_step(store, owner=None)) == ["a", "b", "c"]
-    assert names(of_step(store, limit=1)) == ["a"]
-    assert names(of_step(store, limit=1, after=RequestId("a"))) == ["b"]
-    assert names(of_step(store, step=None)) == ["e"]
+    assert names(read_step(store)) == ["a", "b"] and names(read_step(store, owner=None)) == ["a", "b", "c"]
+    assert names(read_step(store, limit=1)) == ["a"]
+    assert names(read_step(store, limit=1, after=RequestId("a"))) == ["b"]
+    assert names(read_step(store, step=None)) == ["e"]
     assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("c")], owner="ann"))) == []
     assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, "ann")) == [(2, 1), (1, 2), (None, 1)]
     assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, None)) == [(2, 1), (1, 3), (None, 1)]
@@ -75,12 +77,12 @@ def test_training_is_recorded_for_kept_sequences_of_the_same_owner(store: Store)
     assert store.read(lambda tx: kept_samples.find_kept(tx, "ann", wanted)) == {"seq-a-1"}
     trained = [TrainedSequence(sequence_id="seq-a-1", advantage=-1.5, kl=0.25)]
     store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 7, trained))
-    first, second = of_step(store)[0].samples
+    first, second = read_step(store)[0].samples
     assert (second.advantage, second.kl, second.trained_model_id, second.trained_step) == (-1.5, 0.25, "m", 7)
     assert first.advantage is None
-    assert all(sample.advantage is None for sample in of_step(store, owner="bob")[0].samples)
+    assert all(sample.advantage is None for sample in read_step(store, owner="bob")[0].samples)
     store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 8, []))
-    assert of_step(store)[0].samples[1].trained_step == 7
+    assert read_step(store)[0].samples[1].trained_step == 7
 
 
 def test_samples_expire(store: Store) -> None:
@@ -88,7 +90,7 @@ def test_samples_expire(store: Store) -> None:
     add(store, group("b"), now=20.0)
     assert store.write(lambda tx: kept_samples.expire(tx, 20.0, limit=1)) == 1
     assert store.write(lambda tx: kept_samples.expire(tx, 20.0)) == 1
-    assert names(of_step(store)) == ["b"]
+    assert names(read_step(store)) == ["b"]
 
 
 def test_oldest_groups_of_a_run_are_superfluous(store: Store) -> None:
@@ -99,11 +101,11 @@ def test_oldest_groups_of_a_run_are_superfluous(store: Store) -> None:
     for most, expected in ((3 * size, []), (3 * size - 1, ["c"]), (size, ["a", "c"]), (0, ["b", "a", "c"])):
         assert store.read(lambda tx, most=most: kept_samples.find_superfluous(tx, RUN, "ann", most)) == expected
     store.write(lambda tx: kept_samples.remove(tx, [RequestId("a"), RequestId("c")]))
-    assert names(of_step(store)) == ["b"]
+    assert names(read_step(store)) == ["b"]
 
 
 def test_samples_go_with_their_runs(store: Store) -> None:
     add(store, group("a"), group("b", model="other"))
     store.write(lambda tx: kept_samples.remove_runs(tx, [RUN]))
-    assert of_step(store) == []
+    assert read_step(store) == []
     assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("b")], owner="ann"))) == ["b"]

@@ -1,4 +1,4 @@
-"""Points, usage and kept samples of completed requests: each once, whatever ended the engine."""
+"""Points, usage and kept samples of completed requests are written once, even if the engine crashes."""
 
 import math
 from dataclasses import replace
@@ -37,17 +37,20 @@ def curve(harness: EngineHarness, model_id: ModelId) -> list[Point]:
 
 
 def work(harness: EngineHarness) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return tokens and requests of each model, by its name, and kind."""
+    """Return the tokens and requests by model name and kind of work."""
     totals = harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0, ["model_id"]))
     return {(total.group[0].rpartition(":")[2], total.kind): (total.tokens, total.requests) for total in totals}
 
 
-def kept(harness: EngineHarness, model_id: str, step: int | None) -> list[kept_samples.KeptGroup]:
+def read_kept(harness: EngineHarness, model_id: str, step: int | None) -> list[kept_samples.KeptGroup]:
     return harness.api.read(lambda tx: kept_samples.read_step(tx, model_id, step, 100, owner=OWNER))
 
 
 def train(harness: EngineHarness, num_steps: int = 2) -> tuple[ModelId, RequestId]:
-    """Submit steps of two passes each, the second one forward only in the first step."""
+    """Submit optimizer steps with two passes each.
+
+    In the first step, the second pass is forward only.
+    """
     model_id, last = harness.create()
     seq_id = 0
     for step in range(num_steps):
@@ -69,10 +72,12 @@ def test_each_pass_and_step_is_a_point(harness: EngineHarness) -> None:
         ("train", 1, 10, 2),
         ("step", 2, 0, 0),
     ]
+
     first, step = found[0], found[2]
     assert first.created_at <= first.started_at <= first.at and first.device_s > 0
     assert first.values["num_tokens:sum"] == 10 and math.isfinite(first.values["loss:sum"] or 0)
     assert found[-1].values == harness.result(last).metrics and step.device_s > 0
+
     row = harness.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.num_steps == 2
     assert work(harness) == {("m", "training"): (30, 5), ("m", "forward"): (10, 1)}
@@ -107,7 +112,7 @@ def test_device_seconds_of_a_shared_batch_are_split_by_tokens(harness: EngineHar
         passes.append((model_id, harness.submit(forward_backward(data=data), model_id=model_id, seq_id=1)))
     harness.run(*(request_id for _, request_id in passes))
     (small,), (large,) = (curve(harness, model_id) for model_id, _ in passes)
-    if small.started_at == large.started_at:  # they ran as one batch
+    if small.started_at == large.started_at:  # both ran as one batch
         assert large.device_s == pytest.approx(3 * small.device_s)
 
 
@@ -160,27 +165,34 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     harness.run(last, harness.submit(save, model_id=model_id, seq_id=7))
     row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
     assert row is not None and row.sampler_id is not None
+
     request = replace(sample((65, 66, 67), row.sampler_id), num_samples=2, sequence_ids=("seq-0", "seq-1"))
     output = harness.answer(request, sampling_session_id=name)
-    (group,) = kept(harness, model_id, 2)
+    (group,) = read_kept(harness, model_id, 2)
     assert group.prompt.tolist() == [65, 66, 67] and group.owner == OWNER
-    assert [each.sequence_id for each in group.samples] == ["seq-0", "seq-1"]
+    assert [kept_sample.sequence_id for kept_sample in group.samples] == ["seq-0", "seq-1"]
+
     for found, sequence in zip(group.samples, output.sequences, strict=True):
         assert found.tokens.tolist() == sequence.tokens.tolist() and found.stop_reason == sequence.stop_reason
         assert found.logprobs.tobytes() == sequence.logprobs.tobytes()
     num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
     assert work(harness)["m", "prefill"] == (3, 1) and work(harness)["m", "sampled"] == (num_sampled, 1)
+
     (sampled,) = [
         total for total in harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0)) if total.kind == "sampled"
     ]
     assert sampled.device_s > 0
+
     warm = harness.answer(replace(request, params=replace(request.params, temperature=1.0)), sampling_session_id=name)
     (sums,) = harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER))
     both = [*output.sequences, *warm.sequences]
-    assert (sums.step, sums.samples, sums.tokens) == (2, 4, sum(each.tokens.size for each in both))
-    assert sums.cut == sum(each.stop_reason == "length" for each in both) > 0
-    assert sums.scored_tokens == sum(each.tokens.size for each in warm.sequences), "greedy ones say nothing"
-    assert sums.logprob_sum == pytest.approx(sum(float(each.logprobs.sum()) for each in warm.sequences), rel=1e-5)
+    assert (sums.step, sums.samples, sums.tokens) == (2, 4, sum(sequence.tokens.size for sequence in both))
+    assert sums.cut == sum(sequence.stop_reason == "length" for sequence in both) > 0
+    assert sums.scored_tokens == sum(sequence.tokens.size for sequence in warm.sequences), "greedy ones say nothing"
+    assert sums.logprob_sum == pytest.approx(
+        sum(float(sequence.logprobs.sum()) for sequence in warm.sequences), rel=1e-5
+    )
+
     scored = replace(request, num_samples=1, sequence_ids=None, options=requests.PromptOptions(logprobs=True))
     harness.answer(replace(scored, params=replace(request.params, max_tokens=1)), sampling_session_id=name)
     assert harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER)) == [sums]
@@ -205,8 +217,8 @@ def test_inflight_session_keeps_the_step_of_the_weights_that_were_sampled(harnes
 
 def test_base_weights_have_no_model_and_scored_prompts_are_not_kept(harness: EngineHarness) -> None:
     scored = replace(sample(max_tokens=1), options=requests.PromptOptions(logprobs=True))
-    harness.run(*(harness.submit(each) for each in (sample(), scored)))
-    (group,) = kept(harness, "", None)
+    harness.run(*(harness.submit(sample_request) for sample_request in (sample(), scored)))
+    (group,) = read_kept(harness, "", None)
     assert group.samples[0].tokens.size == 8
     assert work(harness) == {("", "prefill"): (4, 2), ("", "sampled"): (9, 2)}
 
@@ -217,14 +229,14 @@ def test_a_kept_sample_has_its_gap_to_the_trainer_if_it_was_compared(harness: En
             gap = TrainerGap(mean=0.25, largest=0.5, num_tokens=8)
             deltas = super().step_sample()
             return [
-                structs.replace(each, trainer_gap=gap) if each.index == 0 and each.stop_reason else each
-                for each in deltas
+                structs.replace(delta, trainer_gap=gap) if delta.index == 0 and delta.stop_reason else delta
+                for delta in deltas
             ]
 
     request_id = harness.submit(replace(sample(), num_samples=2))
     harness.run(request_id, backend=Comparing("tiny", harness.config))
-    (group,) = kept(harness, "", None)
-    assert [each.trainer_gap for each in group.samples] == [0.25, None]
+    (group,) = read_kept(harness, "", None)
+    assert [kept_sample.trainer_gap for kept_sample in group.samples] == [0.25, None]
 
 
 def test_only_the_chosen_groups_of_a_step_are_kept(tmp_path: Path) -> None:
@@ -232,10 +244,10 @@ def test_only_the_chosen_groups_of_a_step_are_kept(tmp_path: Path) -> None:
     try:
         ids = [harness.submit(sample((65, number))) for number in range(1, 8)]
         harness.run(*ids)
-        assert [group.request_id for group in kept(harness, "", None)] == sorted(ids)[:3]
+        assert [group.request_id for group in read_kept(harness, "", None)] == sorted(ids)[:3]
         more = [harness.submit(sample((65, number))) for number in range(1, 8)]
-        harness.run(*more)  # another engine continues with the same choice
-        assert [group.request_id for group in kept(harness, "", None)] == sorted(ids + more)[:3]
+        harness.run(*more)  # another engine makes the same choice
+        assert [group.request_id for group in read_kept(harness, "", None)] == sorted(ids + more)[:3]
     finally:
         harness.close()
 
@@ -245,7 +257,7 @@ def test_no_samples_are_kept_if_switched_off_or_too_large(tmp_path: Path, settin
     harness = EngineHarness(tmp_path, **settings)
     try:
         harness.answer(sample())
-        assert kept(harness, "", None) == [] and work(harness)["", "sampled"] == (8, 1)
+        assert read_kept(harness, "", None) == [] and work(harness)["", "sampled"] == (8, 1)
     finally:
         harness.close()
 
@@ -279,9 +291,10 @@ def test_pass_records_the_advantages_of_kept_sequences(harness: EngineHarness) -
         SampledSpan(datum=0, first=5, length=1, sequence_id="seq-unknown"),
     )
     output = harness.answer(rl_pass(*spans), model_id=model_id, seq_id=1)
-    (group,) = kept(harness, "", None)
+    (group,) = read_kept(harness, "", None)
     first, second, third = group.samples
     (trained,) = output.logprobs
+
     assert first.advantage == pytest.approx(1.0) and first.kl == pytest.approx(
         float((-0.5 - trained[[2, 3, 5]]).mean())
     )
@@ -294,7 +307,7 @@ def test_pass_of_another_owner_records_nothing(harness: EngineHarness) -> None:
     harness.become("bob")
     model_id, _ = harness.create()
     harness.answer(rl_pass(SampledSpan(datum=0, first=2, length=2, sequence_id="seq-0")), model_id=model_id, seq_id=1)
-    (group,) = kept(harness, "", None)
+    (group,) = read_kept(harness, "", None)
     assert group.samples[0].advantage is None
 
 
@@ -303,7 +316,7 @@ def test_forward_pass_trains_on_nothing(harness: EngineHarness) -> None:
     model_id, _ = harness.create()
     only_forward = replace(rl_pass(SampledSpan(datum=0, first=2, length=2, sequence_id="seq-0")), backward=False)
     harness.answer(only_forward, model_id=model_id, seq_id=1)
-    assert kept(harness, "", None)[0].samples[0].advantage is None
+    assert read_kept(harness, "", None)[0].samples[0].advantage is None
 
 
 def test_housekeeping_bounds_samples_and_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +328,7 @@ def test_housekeeping_bounds_samples_and_points(tmp_path: Path, monkeypatch: pyt
         model_id, last = train(harness, 4)
         long = harness.submit(sample(max_tokens=400))  # too large to be kept itself
         harness.run(*small, last, long)
-        assert len(kept(harness, "", None)) == 2, "72 bytes each"
+        assert len(read_kept(harness, "", None)) == 2, "72 bytes each"
         assert 4 <= len(curve(harness, model_id)) <= 9
     finally:
         harness.close()

@@ -1,4 +1,7 @@
-"""Points of curves: read by cursor, thinned by whole steps, null for what is not finite."""
+"""Curve points are read by cursor and thinned by whole steps.
+
+Values that are not finite are null.
+"""
 
 import math
 
@@ -28,11 +31,11 @@ def point(position: int, step: int, kind: PointKind = "train", model_id: ModelId
 
 
 def add(store: Store, *new: Point) -> None:
-    store.write(lambda tx: [points.add(tx, each) for each in new])
+    store.write(lambda tx: [points.add(tx, new_point) for new_point in new])
 
 
 def positions(found: list[Point]) -> list[int]:
-    return [each.position for each in found]
+    return [new_point.position for new_point in found]
 
 
 def test_series_continues_after_a_cursor(store: Store) -> None:

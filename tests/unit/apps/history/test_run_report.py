@@ -41,10 +41,12 @@ def data_dir(tmp_path: Path) -> Path:
             )
         )
         tx.flush()
+
         for step in range(8):
             for part in range(2):
                 points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
+
         row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
         rewards = [NewLoggedPoint(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
         logged_metrics.add_points(tx, row, rewards, 3.0)

@@ -1,4 +1,4 @@
-"""Sums over the samples of each step, apart for each owner and gone with their run."""
+"""Sums over the samples of each step, separate for each owner and deleted with the run."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def add(store: Store, sampled: SampledStep, model_id: ModelId = RUN, owner: str 
     store.write(lambda tx: points.add_sampled(tx, model_id, owner, sampled))
 
 
-def of_run(store: Store, model_id: ModelId = RUN, **where: int) -> list[SampledStep]:
+def read_steps(store: Store, model_id: ModelId = RUN, **where: int) -> list[SampledStep]:
     return store.read(lambda tx: points.read_sampled(tx, model_id, "ann", **where))
 
 
@@ -25,12 +25,12 @@ def test_samples_of_a_step_add_up_for_their_owner(store: Store) -> None:
     add(store, FOUR, owner="bob")
     add(store, replace(FOUR, step=3))
     total = SampledStep(step=2, samples=8, cut=2, tokens=80, scored_tokens=60, logprob_sum=-12.0)
-    assert of_run(store) == [total, replace(FOUR, step=3)]
-    assert of_run(store, after_step=2) == of_run(store, limit=1) == [replace(FOUR, step=3)]
+    assert read_steps(store) == [total, replace(FOUR, step=3)]
+    assert read_steps(store, after_step=2) == read_steps(store, limit=1) == [replace(FOUR, step=3)]
 
 
 def test_sums_go_with_their_run(store: Store) -> None:
     add(store, FOUR)
     add(store, FOUR, OTHER)
     store.write(lambda tx: points.remove_runs(tx, [RUN]))
-    assert of_run(store) == [] and of_run(store, OTHER) == [FOUR]
+    assert read_steps(store) == [] and read_steps(store, OTHER) == [FOUR]

@@ -22,7 +22,7 @@ BEGIN, END, COUNTER = 1, 2, 4
 NOW = 1_800_000_000.0
 
 
-def decoded(groups: Iterable[TimelineGroup]) -> "perfetto.Trace":
+def decode_trace(groups: Iterable[TimelineGroup]) -> "perfetto.Trace":
     return perfetto.Trace.FromString(b"".join(encode_trace("my session", groups)))
 
 
@@ -68,19 +68,20 @@ def point(position: int, kind: PointKind = "train", **values: float | None) -> P
     )
 
 
-def tracks_of(trace: "perfetto.Trace") -> dict[int, tuple[str, int]]:
-    """Return name and parent of each track."""
+def read_tracks(trace: "perfetto.Trace") -> dict[int, tuple[str, int]]:
+    """Return the name and parent of each track."""
     described = [packet.track_descriptor for packet in trace.packet if packet.HasField("track_descriptor")]
     assert len({track.uuid for track in described}) == len(described)
     return {track.uuid: (track.name, track.parent_uuid) for track in described}
 
 
-def slices_of(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, float]]]:
-    """Return the slices of each track by its title; fails unless they are nested and in order."""
-    tracks = tracks_of(trace)
+def read_slices(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, float]]]:
+    """Return the slices by track title, and check that they are nested and in order."""
+    tracks = read_tracks(trace)
     open_slices: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     slices: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
     last: defaultdict[int, int] = defaultdict(int)
+
     for packet in trace.packet:
         event = packet.track_event
         if not packet.HasField("track_event") or event.type == COUNTER:
@@ -93,7 +94,9 @@ def slices_of(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, float
             name, begin = open_slices[event.track_uuid].pop()
             title = tracks[tracks[event.track_uuid][1]][0]
             slices[title].append((name, round(begin / 1e9 - NOW, 3), round(packet.timestamp / 1e9 - NOW, 3)))
+
     assert not any(open_slices.values()), "every slice ends"
+
     return dict(slices)
 
 
@@ -108,20 +111,20 @@ def test_fields_are_those_of_perfetto(name: str) -> None:
 
 
 def test_queue_and_run_are_inside_their_request() -> None:
-    trace = decoded([TimelineGroup(title="model", spans=[span("forward_backward", 0, 1, 3, device_s=1.5)])])
-    assert slices_of(trace) == {
+    trace = decode_trace([TimelineGroup(title="model", spans=[span("forward_backward", 0, 1, 3, device_s=1.5)])])
+    assert read_slices(trace) == {
         "model": [("queued", 0, 1), ("running", 1, 3), ("forward_backward", 0, 3)],
         "device": [("model forward_backward", 1.5, 3)],
     }
-    assert tracks_of(trace)[1] == ("my session", 0)
+    assert read_tracks(trace)[1] == ("my session", 0)
 
 
 def test_requests_at_once_get_tracks_of_their_own() -> None:
     spans = [span("a", 0, None, 2), span("b", 1, None, 3), span("c", 2, None, 4)]
-    trace = decoded([TimelineGroup(title="sampler", spans=spans)])
-    names = [name for name, _ in tracks_of(trace).values()]
+    trace = decode_trace([TimelineGroup(title="sampler", spans=spans)])
+    names = [name for name, _ in read_tracks(trace).values()]
     assert names == ["my session", "sampler", "requests 1", "requests 2", "device"]
-    assert slices_of(trace)["sampler"] == [("a", 0, 2), ("c", 2, 4), ("b", 1, 3)]
+    assert read_slices(trace)["sampler"] == [("a", 0, 2), ("c", 2, 4), ("b", 1, 3)]
 
 
 def test_a_point_replaces_its_request_and_others_stay() -> None:
@@ -129,8 +132,9 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     points = [point(1, "step", **{"loss:sum": 0.5, "nan": None})]
     logged = [LoggedPoint(position=1, project="p", run="r", step=1, at=NOW + 9, values={"reward": 0.25, "x": None})]
     group = make_model_group("m", "run-1", requests, points, logged, NOW + 10)
-    trace = decoded([group])
-    assert [row[1:] for row in slices_of(trace)["m"] if row[0] == "optim_step"] == [(1, 3), (3, 10), (2, 2.5)]
+    trace = decode_trace([group])
+    assert [row[1:] for row in read_slices(trace)["m"] if row[0] == "optim_step"] == [(1, 3), (3, 10), (2, 2.5)]
+
     notes = [
         {note.name: note.string_value or note.int_value or note.double_value for note in event.debug_annotations}
         for packet in trace.packet
@@ -138,7 +142,8 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     ]
     assert {"step": 1, "tokens": 7, "datums": 1, "device_s": 0.5, "loss:sum": 0.5} in notes
     assert {"request_id": "req-2", "status": "failed", "seq_id": 2} in notes
-    tracks = tracks_of(trace)
+
+    tracks = read_tracks(trace)
     counts = {
         tracks[packet.track_event.track_uuid][0]: packet.track_event.double_counter_value
         for packet in trace.packet
@@ -152,10 +157,10 @@ TIMES = st.floats(0, 100, allow_nan=False)
 
 @given(st.lists(st.tuples(TIMES, st.none() | TIMES, TIMES, st.floats(0, 5)), max_size=30))
 def test_slices_are_nested_whatever_the_clocks_say(times: list[tuple[float, float | None, float, float]]) -> None:
-    """Clocks of two machines differ, and requests end in any order."""
+    """The clocks of two machines differ, and requests end in any order."""
     spans = [span("r", created, started, created + ended - 10, device) for created, started, ended, device in times]
-    spans.sort(key=lambda each: each.created_at)
-    found = slices_of(decoded([TimelineGroup(title="m", spans=spans)]))
+    spans.sort(key=lambda span: span.created_at)
+    found = read_slices(decode_trace([TimelineGroup(title="m", spans=spans)]))
     assert sum(row[0] == "r" for row in found.get("m", [])) == len(spans)
 
 

@@ -1,4 +1,4 @@
-"""The requests of a session as its timeline reads them."""
+"""The requests of a session as read for its timeline."""
 
 from sqlmodel import Session
 

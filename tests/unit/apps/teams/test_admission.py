@@ -1,4 +1,4 @@
-"""Quotas in the engine: which requests wait or fail, for how long, and with which words."""
+"""Quotas in the engine: which requests wait or fail, for how long, and the messages."""
 
 import logging
 import threading
@@ -25,11 +25,11 @@ from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.polling import until
-from tests.unit.engine.test_schedule import queued
+from tests.unit.engine.test_schedule import make_request
 
 DAY = 20_000 * 86_400.0
 PASS_TOKENS = 10
-"""Tokens of `forward_backward()`."""
+"""Number of tokens in `forward_backward()`."""
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def put(store: Store, subject: str, name: str, value: int | None, over: OverQuot
 
 
 class World:
-    """The admission of an engine whose clock and results the test controls."""
+    """Admission control with a clock and results that the test controls."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.now, self.num_waits = store, DAY + 100.0, 0
         self.admission = QuotaAdmission(store, self.wait_for_commits, clock=lambda: self.now)
 
     def wait_for_commits(self) -> None:
-        """Stand for the log of requests."""
+        """Replace the log of requests."""
         self.num_waits += 1
 
     def later(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class World:
         return isinstance(self.admission.may_start(request), Wait)
 
     def start(self, request: QueuedRequest) -> QueuedRequest:
-        """Start a request that may start."""
+        """Check that a request may start, and record its start."""
         assert self.admission.may_start(request) == START
         self.admission.record_start(request)
         return request
@@ -74,16 +74,16 @@ def world(harness: EngineHarness) -> World:
     return World(harness.api)
 
 
-def failed() -> Failure:
+def make_failure() -> Failure:
     return Failure(message="no", category=ErrorCategory.USER)
 
 
 def a_pass(owner: str = "ann", session: str | None = None, backward: bool = True) -> QueuedRequest:
-    return queued(1, forward_backward(backward=backward), owner=owner, session=session or owner)
+    return make_request(1, forward_backward(backward=backward), owner=owner, session=session or owner)
 
 
 def a_sample(owner: str = "ann") -> QueuedRequest:
-    return queued(None, sample(), model_id=None, owner=owner, session=owner)
+    return make_request(None, sample(), model_id=None, owner=owner, session=owner)
 
 
 def test_without_quotas_no_request_is_paused(world: World) -> None:
@@ -108,11 +108,11 @@ def test_a_pass_counts_when_it_starts_and_not_if_it_fails(world: World) -> None:
     second = world.start(a_pass(backward=False))
     reason = "ann has used 20 of today's 15 training tokens; requests resume at 00:00 UTC"
     assert world.admission.may_start(a_pass()) == Wait(reason)
-    for other in (a_pass("bob"), queued(2, optim_step()), a_sample()):
+    for other in (a_pass("bob"), make_request(2, optim_step()), a_sample()):
         assert world.admission.may_start(other) == START
     about = {"subject_kind": "owner", "subject": "ann", "limit": "training_tokens_per_day"}
     assert world.admission.list_pauses() == [Pause(**about, reason=reason)]
-    world.admission.record_end(second, failed())
+    world.admission.record_end(second, make_failure())
     assert not world.waits(a_pass())
 
 
@@ -172,7 +172,7 @@ def test_samples_count_what_was_computed_and_drawn(world: World) -> None:
     put(world.store, "ann", "sample_tokens_per_day", 6)
     world.admission.refresh()
     output = an_output(num_tokens=4, cached=1)
-    world.admission.record_end(a_sample(), output)  # 1 of the prompt and 4 new ones
+    world.admission.record_end(a_sample(), output)  # 1 prompt token and 4 new tokens
     assert not world.waits(a_sample())
     world.admission.record_end(a_sample(), output)
     assert world.waits(a_sample()) and not world.waits(a_pass())
@@ -197,7 +197,7 @@ def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
     second = a_pass()
     reason = "training_tokens_per_day: ann has used 10 of today's 10 training tokens: retry after 00:00 UTC, or ask"
     assert (reason_to_fail(world, second) or "").startswith(reason)
-    world.admission.record_end(second, failed())
+    world.admission.record_end(second, make_failure())
     assert (reason_to_fail(world, a_pass()) or "").startswith(reason), "what failed does not count"
     assert reason_to_fail(world, a_sample()) is None
     world.admission.record_end(a_sample(), an_output(num_tokens=1))
@@ -230,17 +230,17 @@ def test_keys_and_projects_pause_their_sessions(world: World) -> None:
     put(world.store, "project:*", "training_tokens_per_day", 15)
     world.admission.refresh()
 
-    def paused() -> list[bool]:
+    def check_waits() -> list[bool]:
         return [world.waits(a_pass("ann", session)) for session in made]
 
     world.start(a_pass("ann", made[0]))
-    assert paused() == [True, False, False]
+    assert check_waits() == [True, False, False]
     world.start(a_pass("ann", made[1]))
     world.start(a_pass("bob", made[2]))
-    assert paused() == [True, True, True]
+    assert check_waits() == [True, True, True]
     world.store.write(lambda tx: sessions.set_project(tx, made[1], "other"))
     world.later(61.0)
-    assert paused()[1] is False
+    assert check_waits()[1] is False
 
 
 def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHarness) -> None:
@@ -262,8 +262,10 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     other = [harness.submit(forward_backward(), model_id=bob, seq_id=1 + number) for number in range(5)]
     harness.run(*first, *other, drawn)
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
-    harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine knows from usage
+
+    harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine reads this from usage
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
+
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)
     assert harness.result(waiting[0]).metrics["num_tokens:sum"] == PASS_TOKENS
@@ -279,21 +281,23 @@ def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplet
     drawn = [harness.submit(sample(max_tokens=4, eos_stops=False)) for _ in range(40)]
     harness.run(created, *passes, step, *drawn)
     assert not isinstance(harness.result(passes[0]), Failure)
+
     for failed_id, text in (
         (passes[1], "ann has used 10 of today's 10 training tokens"),
         (step, "the gradient is incomplete"),
     ):
         failure = harness.result(failed_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
+
     late = harness.submit(sample())
     harness.run(late)
-    failures = [each for each in map(harness.result, [*drawn, late]) if isinstance(each, Failure)]
+    failures = [result for result in map(harness.result, [*drawn, late]) if isinstance(result, Failure)]
     assert 0 < len(failures) < 41 and failures[-1] == harness.result(late)
-    assert all("sample_tokens_per_day: ann has used" in each.message for each in failures)
+    assert all("sample_tokens_per_day: ann has used" in failure.message for failure in failures)
 
 
 def test_results_are_those_of_a_server_without_quotas(harness: EngineHarness, tmp_path: Path) -> None:
-    """A pause changes when a request runs, and no bit of its result."""
+    """A pause changes when a request runs, but not a single bit of its result."""
 
     def train(of: EngineHarness) -> list[object]:
         model_id, created = of.create()
@@ -306,7 +310,7 @@ def test_results_are_those_of_a_server_without_quotas(harness: EngineHarness, tm
             of.run(*ids[:3])
             put(of.api, "*", "training_tokens_per_day", 10**9)
         of.run(*ids)
-        return [of.result(each) for each in ids[1:]]
+        return [of.result(request_id) for request_id in ids[1:]]
 
     calm = EngineHarness(tmp_path / "calm")
     try:
@@ -335,19 +339,25 @@ def test_the_status_names_the_pause_and_the_oldest_request_is_another(harness: E
     try:
         until(is_paused)
         pauses = collect_pauses(harness.api.read(engine_state.get))
-        found = [harness.api.read(lambda tx, p=each: totals.read_totals(tx, time.time(), p)) for each in ((), pauses)]
+        found = [
+            harness.api.read(lambda tx, p=known_pauses: totals.read_totals(tx, time.time(), p))
+            for known_pauses in ((), pauses)
+        ]
     finally:
         put(harness.api, "ann", "training_tokens_per_day", None)
         engine.join()
     (pause,) = pauses
     assert (pause.subject_kind, pause.subject, pause.limit) == ("owner", "ann", "training_tokens_per_day")
     assert pause.reason == "ann has used 10 of today's 1 training tokens; requests resume at 00:00 UTC"
-    assert [each.num_open for each in found] == [1, 1]
+    assert [total.num_open for total in found] == [1, 1]
     assert found[0].oldest_at is not None and found[1].oldest_at is None
 
 
 def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) -> None:
-    """The quota is set while an engine works: it follows within about a second, without a restart."""
+    """The quota is set while an engine runs.
+
+    The engine applies it within about a second, without a restart.
+    """
     harness.become("ann")
     model_id, created = harness.create("first")
     save = harness.submit(SaveWeights(kind="weights", name="one"), model_id=model_id, seq_id=1)
@@ -360,6 +370,7 @@ def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) 
     harness.become("bob")
     _, other = harness.create("first")
     harness.run(late, refused, following, other)
+
     for request_id, text in (
         (late, "checkpoint_bytes: the checkpoints of ann take "),
         (refused, f"models_in_training: ann has 1 models in training, and the quota is 1: unload one of {model_id}"),
@@ -367,6 +378,7 @@ def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) 
     ):
         failure = harness.result(request_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
+
     assert not isinstance(harness.result(other), Failure)
 
 

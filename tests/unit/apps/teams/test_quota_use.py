@@ -1,4 +1,4 @@
-"""The use of quotas: tokens of the day, models in training, bytes of checkpoints."""
+"""Quota use: training and sample tokens per day, models in training, checkpoint bytes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ANN, KEY, MATH = Subject("owner", "ann"), Subject("key", "4"), Subject("project"
 
 @pytest.fixture
 def team(store: Store) -> dict[str, SessionId]:
-    """Sessions of ann, one with a key and a project, and one of bob in the same project."""
+    """Two sessions of ann, one with a key and a project, and a session of bob in the same project."""
 
     def make(tx) -> dict[str, SessionId]:
         return {
@@ -105,7 +105,9 @@ def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId
     add_checkpoint(store, model_id, "gone", 1000, expires_at=NOON - 1)
     add_checkpoint(store, model_id, "deleted", 1000, deleted_at=NOON - 1)
     add_checkpoint(store, add_model(store, team["bob"], "0"), "b", 7)
-    sizes = [store.read(lambda tx, s=each: admission.count_checkpoint_bytes(tx, s, NOON)) for each in (ANN, KEY, MATH)]
+    sizes = [
+        store.read(lambda tx, s=subject: admission.count_checkpoint_bytes(tx, s, NOON)) for subject in (ANN, KEY, MATH)
+    ]
     assert sizes == [100, 100, 107]
 
 
@@ -123,17 +125,17 @@ def test_an_owner_sees_its_own_quotas_and_those_of_its_keys_and_projects(
     ):
         put(store, subject, name, value)
 
-    def shown(owner: str | None) -> list[tuple[str, str, int, int]]:
+    def read_uses(owner: str | None) -> list[tuple[str, str, int, int]]:
         found = store.read(lambda tx: admission.read_quota_uses(tx, quotas.read_rules(tx), owner, NOON))
-        return [(str(each.quota.subject), each.quota.limit, each.used, each.quota.value) for each in found]
+        return [(str(use.quota.subject), use.quota.limit, use.used, use.quota.value) for use in found]
 
-    assert shown("ann") == [
+    assert read_uses("ann") == [
         ("key:4", "checkpoint_bytes", 0, 9),
         ("ann", "training_tokens_per_day", 40, 100),
         ("project:math", "models_in_training", 0, 2),
     ]
-    assert shown("bob") == [
+    assert read_uses("bob") == [
         ("bob", "training_tokens_per_day", 0, 5),
         ("project:math", "models_in_training", 0, 2),
     ]
-    assert ("key:9", "models_in_training", 0, 1) in shown(None) and len(shown(None)) == 5
+    assert ("key:9", "models_in_training", 0, 1) in read_uses(None) and len(read_uses(None)) == 5

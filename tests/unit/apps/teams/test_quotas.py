@@ -1,4 +1,4 @@
-"""Quotas and weights: rows with entries of the audit log, and which apply to whom."""
+"""Quotas and weights: rows, audit log entries, and the rules that apply to a subject."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Storage of checkpoints by hour: once an hour, of those that exist, and after its session."""
+"""Hourly checkpoint storage is recorded once per hour for existing checkpoints, and outlives the session."""
 
 from skyrl_tx.apps.teams import storage_hours
 from skyrl_tx.apps.teams.usage import HOUR_S, RETENTION_S
@@ -11,7 +11,7 @@ NOON = 500_000 * HOUR_S
 
 
 def save(store: Store, name: str, size: int, *, owner: str = "ann") -> CheckpointPath:
-    """Store a checkpoint in a run of its own; its session is in the project `p`."""
+    """Store a checkpoint in a new run. The session is in the project `p`."""
 
     def work(tx) -> CheckpointPath:
         session_id = sessions.create(tx, owner=owner, project_id="p", now=1.0)
@@ -39,7 +39,7 @@ def record(store: Store, now: float) -> bool:
     return store.write(lambda tx: storage_hours.record_hour(tx, now))
 
 
-def stored(store: Store, owner: str | None = None, since: float = 0, until: float | None = None):
+def read_stored(store: Store, owner: str | None = None, since: float = 0, until: float | None = None):
     hours = store.read(lambda tx: storage_hours.read_hours(tx, owner, since, until))
     return [(hour.hour_at, hour.owner, hour.project_id, hour.num_bytes) for hour in hours]
 
@@ -48,9 +48,12 @@ def test_an_hour_is_recorded_once(store: Store) -> None:
     save(store, "a", 100)
     assert record(store, NOON + 7) and not record(store, NOON + 3599)
     save(store, "b", 5, owner="bob")
-    assert stored(store) == [(NOON, "ann", "p", 100)]
+    assert read_stored(store) == [(NOON, "ann", "p", 100)]
     assert record(store, NOON + 3600)
-    assert sorted(stored(store, since=NOON + 3600)) == [(NOON + 3600, "ann", "p", 100), (NOON + 3600, "bob", "p", 5)]
+    assert sorted(read_stored(store, since=NOON + 3600)) == [
+        (NOON + 3600, "ann", "p", 100),
+        (NOON + 3600, "bob", "p", 5),
+    ]
 
 
 def test_deleted_and_expired_checkpoints_take_no_storage(store: Store) -> None:
@@ -59,7 +62,7 @@ def test_deleted_and_expired_checkpoints_take_no_storage(store: Store) -> None:
     store.write(lambda tx: checkpoints.mark_deleted(tx, deleted, NOON))
     store.write(lambda tx: checkpoints.set_ttl(tx, expired, NOON + 1))
     record(store, NOON + 2)
-    assert [size for *_, size in stored(store)] == [1]
+    assert [size for *_, size in read_stored(store)] == [1]
 
 
 def test_hours_of_an_owner_and_a_time(store: Store) -> None:
@@ -67,7 +70,7 @@ def test_hours_of_an_owner_and_a_time(store: Store) -> None:
     save(store, "b", 2, owner="bob")
     for hour in range(3):
         record(store, NOON + hour * HOUR_S)
-    found = stored(store, "bob", NOON + HOUR_S + 5, NOON + 2 * HOUR_S)
+    found = read_stored(store, "bob", NOON + HOUR_S + 5, NOON + 2 * HOUR_S)
     assert found == [(NOON + HOUR_S, "bob", "p", 2)]
 
 
@@ -80,12 +83,12 @@ def test_hours_stay_after_their_session_and_for_their_retention(store: Store) ->
             tx.connection().exec_driver_sql(f"DELETE FROM {table}")
 
     store.write(remove)
-    assert stored(store) == [(NOON, "ann", None, 1)]
+    assert read_stored(store) == [(NOON, "ann", None, 1)]
     save(store, "b", 2)
     record(store, NOON + RETENTION_S + HOUR_S)
-    assert [size for *_, size in stored(store)] == [2]
+    assert [size for *_, size in read_stored(store)] == [2]
 
 
 def test_a_store_without_checkpoints_records_nothing(store: Store) -> None:
     record(store, NOON)
-    assert stored(store) == [] and SessionId("s") not in stored(store)
+    assert read_stored(store) == [] and SessionId("s") not in read_stored(store)

@@ -1,4 +1,4 @@
-"""Usage: added up in buckets, totalled by groups, joined to hours, and kept after its session."""
+"""Usage is summed in buckets, totalled by group, merged into hours, and kept after the session ends."""
 
 import pytest
 

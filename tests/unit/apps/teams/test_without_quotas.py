@@ -1,4 +1,4 @@
-"""Without quotas a request costs one decision of admission, and no other call or statement of quotas."""
+"""Without quotas, a request costs one admission decision and no other quota call or SQL statement."""
 
 import sys
 import threading
@@ -27,11 +27,11 @@ DATUM = {
 
 
 ONCE_A_SECOND = {admission.QuotaAdmission.refresh.__code__, admission.QuotaAdmission.list_pauses.__code__}
-"""The engine looks for changed quotas, and tells its status whose requests wait, whatever requests there are."""
+"""Functions that run regardless of requests: the check for changed quotas and the report of waiting owners."""
 
 
 def runs_once_a_second(frame: FrameType | None) -> bool:
-    """Return whether a function runs because a second has passed, and not because of a request."""
+    """Return whether a function runs once per second rather than once per request."""
     while frame is not None:
         if frame.f_code in ONCE_A_SECOND:
             return True
@@ -40,7 +40,7 @@ def runs_once_a_second(frame: FrameType | None) -> bool:
 
 
 class Recorder:
-    """Counts the functions of quotas that are called, on all threads, and the statements about quotas."""
+    """Counts calls of quota functions on all threads, and SQL statements about quotas."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -58,7 +58,7 @@ class Recorder:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record on the threads that start in this context."""
+    """Record calls on all threads that start inside this context."""
     recorder = Recorder()
     threading.setprofile(recorder)
     event.listen(Engine, "before_cursor_execute", recorder.on_statement)
@@ -75,8 +75,9 @@ def test_a_forward_backward_and_a_sample_take_one_decision_each(tmp_path: Path) 
         model_id = server.model()
         body = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": PUBLIC_NAME}
         sampler = server.post("create_sampling_session", **body).json()["sampling_session_id"]
+
         for seq_id in range(1, REQUESTS + 2):
-            recorder.is_on = seq_id > 1  # the model is created before the first result
+            recorder.is_on = seq_id > 1  # the model exists before the first result
             answer = server.post(
                 "forward_backward",
                 model_id=model_id,
@@ -93,6 +94,8 @@ def test_a_forward_backward_and_a_sample_take_one_decision_each(tmp_path: Path) 
                 sampling_params={"max_tokens": 4, "seed": 1},
             )
             assert len(server.result(answer)["sequences"]) == 2
+
         recorder.is_on = False
+
     assert recorder.calls == {"may_start": 2 * REQUESTS}
     assert recorder.statements == []

@@ -1,4 +1,4 @@
-"""Placing, starting and ending the hosts of an engine in a Ray cluster, and why it ended."""
+"""Placing, starting and stopping the hosts of an engine in a Ray cluster, and the reason it ended."""
 
 import asyncio
 import os
@@ -52,18 +52,22 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         [group] = ray.groups
         assert group.strategy == "STRICT_SPREAD"
         assert group.bundles == [{"GPU": 8, "fast": 1, "node:10.0.0.9": 0.001}, {"GPU": 8, "fast": 1}]
+
         zero, one = ray.actors
         assert [zero.options[name] for name in ("num_cpus", "num_gpus", "resources")] == [0, 8, {"fast": 1}]
         assert one.options["scheduling_strategy"].placement_group_bundle_index == 1
         assert zero.launch is not None and one.launch is not None
+
         first, second = zero.launch.hosts, one.launch.hosts
         assert (first.size, first.rank, first.address) == (2, 0, "10.0.0.0:4000")
         assert second == first.model_copy(update={"rank": 1}) and len(first.key_bytes) == 64
         assert one.launch.environment["XLA_FLAGS"] == "--of-all"
+
         zero.is_ready.set_result(READY)
         assert await ready.get() == READY
         assert engine.location == EngineLocation("node0", 100, "run0")
         assert "beat" in zero.calls and "beat" in one.calls
+
         one.finish(KILL)
         zero.finish(FOLLOWER_LOST)
         assert await living == replace(KILL, message="host 1: killed by SIGKILL")
@@ -164,7 +168,7 @@ def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
     ],
 )
 def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, EngineEnd]], cause: EngineEnd) -> None:
-    found = find_cause([EndedHost(*each) for each in ended], num_hosts=2)
+    found = find_cause([EndedHost(*end) for end in ended], num_hosts=2)
     assert found.message.endswith(f": {cause.message}")
     assert replace(found, message=cause.message) == cause
     assert find_cause([EndedHost(0, cause)], num_hosts=1) == cause
@@ -172,12 +176,12 @@ def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, E
 
 def test_reserved_ports_are_for_those_who_name_them() -> None:
     held = reserve_ports("127.0.0.1")
-    first, second = (each.getsockname()[1] for each in held)
+    first, second = (reserved.getsockname()[1] for reserved in held)
     assert second == first + 1
     with listen(HostsSettings(size=2, address=f"127.0.0.1:{first}")), pytest.raises(OSError, match="in use"):
         socket.socket().bind(("127.0.0.1", second))
-    for each in held:
-        each.close()
+    for reserved in held:
+        reserved.close()
 
 
 def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +203,7 @@ def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in "ray", "ray.util", "ray.util.scheduling_strategies":
         monkeypatch.setitem(sys.modules, module, StubRay())  # type: ignore[arg-type]
-    with socket.socket() as held:  # bound, and nothing listens
+    with socket.socket() as held:  # the port is bound, but nothing listens
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         refused = rf"^--ray.address {address}: .*refused; `ray start --head` starts a cluster"
@@ -244,7 +248,7 @@ class StubProcess:
     location = EngineLocation("node0", 100, "run0")
 
     environment: Mapping[str, str] = {}
-    """The variables of the last one."""
+    """The environment variables of the most recent process."""
 
     def __init__(self, launch: EngineLaunch) -> None:
         StubProcess.environment = launch.environment

@@ -1,4 +1,4 @@
-"""A place for stubs of vLLM servers and samplers on them."""
+"""Fixtures for stub vLLM servers and samplers that use them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

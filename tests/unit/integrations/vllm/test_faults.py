@@ -1,4 +1,4 @@
-"""Samples when a server refuses, forgets, stops, or is silent."""
+"""Sampling when a vLLM server rejects requests, loses adapters, stops or hangs."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def test_an_adapter_that_a_server_forgot_is_loaded_again(world: World):
     stub.forget_adapters()
     both = draw(sampler, request("one", sampler="s"), request("two", sampler="s"))
     assert get_tokens(both, "one") == get_tokens(both, "two") == before
-    assert len(stub.loads) == 2 and len(set(stub.loads)) == 1  # by one call for both samples
+    assert len(stub.loads) == 2 and len(set(stub.loads)) == 1  # one call for both samples
 
 
 def test_an_adapter_that_a_server_has_already_is_no_error(world: World):
@@ -30,7 +30,7 @@ def test_an_adapter_that_a_server_has_already_is_no_error(world: World):
     sampler = world.sampler()
     sampler.load_sampler(SamplerId("s"), world.adapter())
     before = draw(sampler, request(sampler="s"))
-    for server in sampler._servers:  # as after a call that was cut off
+    for server in sampler._servers:  # simulates a call that was cut off
         server.forget_adapter(stub.loads[0])
     assert get_tokens(draw(sampler, request(sampler="s"))) == get_tokens(before)
 
@@ -103,8 +103,8 @@ def test_a_dropped_sample_begins_again_and_brings_no_token_twice(world: World, a
     stub.options.drop_after = [after, after]
     again = draw(sampler, request())
     assert get_tokens(again) == get_tokens(whole) and again[-1].stop_reason == "length"
-    assert [float(each) for delta in again for each in delta.logprobs] == pytest.approx(
-        [float(each) for delta in whole for each in delta.logprobs]
+    assert [float(logprob) for delta in again for logprob in delta.logprobs] == pytest.approx(
+        [float(logprob) for delta in whole for logprob in delta.logprobs]
     )
 
 
@@ -134,7 +134,7 @@ def test_an_error_of_the_server_in_a_stream_is_tried_again(world: World):
 
 
 def test_samples_wait_for_a_server_that_is_lost(world: World):
-    """It comes back without adapters."""
+    """The server comes back without adapters."""
     stub = world.stub()
     sampler = world.sampler()
     sampler.load_sampler(SamplerId("s"), world.adapter())
@@ -165,6 +165,7 @@ def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog
     stub, other = world.stub(), world.stub()
     sampler = world.sampler(lost_after_s=0.05)
     assert sampler.meters(Meters()) == Meters(sampler_servers=2, sampler_servers_lost=0)
+
     stub.stop()
     world.wait(lambda: sampler.meters(Meters()).sampler_servers_lost)
     found = sampler.meters(Meters())
@@ -172,6 +173,7 @@ def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog
     assert re.fullmatch(
         r"1 of 2 vLLM servers have not responded for \d+ s \(\w+\); the other servers draw all samples", found.outage
     )
+
     other.stop()
     world.wait(lambda: sampler.is_away)
     stub.start()

@@ -1,4 +1,4 @@
-"""A vLLM server that the engine starts: a stub of the command."""
+"""A vLLM server that the engine starts, replaced by a stub command."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ CAPABILITIES = FakeBackend("tiny", FakeConfig(max_context_length=64)).start()
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[int]]]:
-    """The process ids of the stubs that have started, from the log that the engine forwards."""
+    """Return a function that reads the process ids of started stubs from the forwarded log."""
     with caplog.at_level(logging.INFO, "skyrl_tx.integrations.vllm"):
         yield lambda: [int(number) for number in STARTED.findall(caplog.text)]
 
@@ -52,23 +52,30 @@ def test_a_server_is_started_used_started_again_and_ended(
 ) -> None:
     world.use(FakeConfig(max_context_length=64, slice_tokens=2))
     sampler = VllmSampler("tiny", VllmConfig(command=STUB, lost_after_s=0.05, adapter_dir=world.directory))
+
     try:
         both = sampler.start(world.capabilities)
         assert (both.max_context_length, both.max_topk_logprobs) == (64, world.capabilities.max_topk_logprobs)
+
         [first] = logged()
         [url] = sampler._config.urls
         assert httpx.get(f"{url}/v1/models").status_code == 401, "others on this machine cannot use it"
+
         sampler.load_sampler(SamplerId("s"), world.adapter())
         before = get_tokens(draw(sampler, request(sampler="s")))
         assert len(before) == 12
+
         os.kill(first, signal.SIGKILL)
         assert get_tokens(draw(sampler, request(sampler="s"))) == before
+
         [_, second] = logged()
         assert "vLLM ended with status 137; restarting it in 1 s (training continues)" in caplog.text
         assert "waiting for vLLM" in caplog.text
+
         world.wait(lambda: sampler.meters(Meters()).outage is None)
     finally:
         sampler.close()
+
     assert not is_running(first) and not is_running(second)
 
 
@@ -126,14 +133,17 @@ def test_settings_of_an_own_server_do_not_go_with_a_url(settings: dict[str, obje
 
 @pytest.mark.parametrize("end", ["input", "kill"])
 def test_a_guard_leaves_nothing_behind(end: str, world: World) -> None:
-    """Also of what the command has started; a killed guard takes the command with it."""
+    """The command's child processes end too, and a killed guard ends the command with it."""
     script = "sleep 600 & echo $$ $!; wait"
+
     with subprocess.Popen(
         [sys.executable, "-P", guard.__file__, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
+
         leader, other = map(int, process.stdout.readline().split())
         assert is_running(leader) and is_running(other)
+
         if end == "input":
             process.stdin.close()
         else:

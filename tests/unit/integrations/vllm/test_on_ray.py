@@ -1,4 +1,4 @@
-"""A vLLM server in a Ray cluster: the program that starts it, with actors on threads in place of Ray.
+"""A vLLM server in a Ray cluster: the program that starts it, with threads instead of Ray actors.
 
 `tests/serve/test_ray.py` has a real cluster.
 """
@@ -41,7 +41,7 @@ server.serve_forever()
 
 
 class RayError(Exception):
-    """Stands for all errors of Ray."""
+    """Replaces all Ray errors."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("a task failed")
@@ -100,7 +100,7 @@ async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine as the node; its actors do not end the process of the tests."""
+    """Use this machine as the node, with actors that do not end the test process."""
     monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
     monkeypatch.setattr(on_ray.VllmHost, "_end_without_engine", lambda _: None)
     monkeypatch.setattr(on_ray, "socket", SimpleNamespace(gethostname=lambda: "node7"))
@@ -119,7 +119,10 @@ def serve(ray: LocalRay, adapters: Path, *command: str, resources: dict[str, flo
 def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its log is printed, and its end ends the program. Connections from before it serves are closed."""
+    """The server's log is printed, and the program ends with the server.
+
+    Connections made before the server is ready are closed.
+    """
     monkeypatch.setattr(on_ray, "_START_S", 0.01)
     monkeypatch.setenv("VLLM_API_KEY", "key")
     ray, port = LocalRay(placed_after_s=0.1), free_port()
@@ -158,7 +161,7 @@ def test_a_node_without_the_adapters_or_the_program_is_named(tmp_path: Path) -> 
 
 
 def test_the_program_ends_with_the_engine(tmp_path: Path) -> None:
-    """SIGTERM ends it, as `guard` sends it."""
+    """SIGTERM, which `guard` sends, ends the program."""
     ray = LocalRay(placed_after_s=60)
 
     async def work() -> str:

@@ -1,4 +1,4 @@
-"""The start names what a server lacks."""
+"""Startup errors name the features that a server lacks."""
 
 import logging
 from pathlib import Path

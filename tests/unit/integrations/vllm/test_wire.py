@@ -1,4 +1,4 @@
-"""Requests to vLLM and the responses of vLLM 0.32, as they were recorded."""
+"""Requests to vLLM, and recorded responses of vLLM 0.32."""
 
 import json
 
@@ -75,8 +75,8 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
     seeds = {wire.derive_seed(seed, index) for seed in (0, 1, 2, -1, 2**64 - 2, 2**63) for index in range(50)}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert len({seed % 2**32 for seed in seeds}) == 300  # the generator of a CPU has 32 bits
-    # A release that draws others would change what a client's seed gives.
+    assert len({seed % 2**32 for seed in seeds}) == 300  # the random number generator on a CPU has 32 bits
+    # A release that draws different values would change the samples for a client's seed.
     assert wire.derive_seed(7, 0) == 7127318741406446
 
 

@@ -22,7 +22,7 @@ def compress(data: bytes, *, stated: bool = True) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=stated).compress(data)
 
 
-def refused(status: int, text: str, broken: Body) -> None:
+def assert_refused(status: int, text: str, broken: Body) -> None:
     with pytest.raises(ApiError) as error:
         broken.decompress()
     assert error.value.status == status and text in error.value.detail
@@ -36,23 +36,23 @@ def test_zstd_is_decompressed(data: bytes, stated: bool) -> None:
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_zstd_bomb_is_refused(stated: bool) -> None:
-    refused(413, "this server takes", body(compress(b"\0" * (LIMIT + 1), stated=stated), "zstd"))
-    refused(413, "this server takes", body(compress(b"\0" * 200 * 2**20, stated=stated), "zstd"))
+    assert_refused(413, "this server takes", body(compress(b"\0" * (LIMIT + 1), stated=stated), "zstd"))
+    assert_refused(413, "this server takes", body(compress(b"\0" * 200 * 2**20, stated=stated), "zstd"))
 
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_broken_zstd_is_refused(stated: bool) -> None:
     whole = compress(bytes(range(256)) * 100, stated=stated)
     for broken in (whole[:-3], whole[: len(whole) // 2], b"not zstd", b""):
-        refused(400, "not zstd", body(broken, "zstd"))
-    refused(400, "not supported", body(b"", "gzip"))
+        assert_refused(400, "not zstd", body(broken, "zstd"))
+    assert_refused(400, "not supported", body(b"", "gzip"))
 
 
 def test_frame_with_a_wrong_stated_size_is_refused() -> None:
     honest = compress(b"\0" * 70_000)
     stated = (70_000).to_bytes(4, "little")
     assert stated in honest
-    refused(400, "not zstd", body(honest.replace(stated, (10).to_bytes(4, "little")), "zstd"))
+    assert_refused(400, "not zstd", body(honest.replace(stated, (10).to_bytes(4, "little")), "zstd"))
 
 
 @pytest.mark.parametrize("data", [b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])

@@ -46,11 +46,11 @@ def test_an_owner_holds_at_most_half() -> None:
         ann = [Holder(budget, "ann", 25 * MIB) for _ in range(4)]
         bob = Holder(budget, "bob", 50 * MIB)
         await settle()
-        assert [each.is_in for each in ann] == [True, True, False, False] and bob.is_in
+        assert [holder.is_in for holder in ann] == [True, True, False, False] and bob.is_in
         await ann[0].end()
-        assert [each.is_in for each in ann[1:]] == [True, True, False]
-        for each in (*ann[1:], bob):
-            await each.end()
+        assert [holder.is_in for holder in ann[1:]] == [True, True, False]
+        for holder in (*ann[1:], bob):
+            await holder.end()
 
     run(test)
 
@@ -63,9 +63,9 @@ def test_the_owner_who_holds_least_is_next() -> None:
         await settle()
         cleo = Holder(budget, "cleo", 30 * MIB)
         await first[0].end()
-        assert cleo.is_in and sum(each.is_in for each in queue) == 2, "what is left goes to the others"
-        for each in (*first[1:], cleo, *queue):
-            await each.end()
+        assert cleo.is_in and sum(holder.is_in for holder in queue) == 2, "what is left goes to the others"
+        for holder in (*first[1:], cleo, *queue):
+            await holder.end()
 
     run(test)
 
@@ -128,11 +128,13 @@ def test_a_request_that_is_cancelled_leaves_no_bytes_behind() -> None:
         last = Holder(budget, "bob", MIB)
         await settle()
         assert last.is_in
+
         last.task.cancel()
         await asyncio.gather(last.task, return_exceptions=True)
         again = Holder(budget, "bob", MIB)
         await settle()
         assert again.is_in
+
         await again.end()
 
     run(test)

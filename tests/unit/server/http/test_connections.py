@@ -1,4 +1,4 @@
-"""Limits of connections on real sockets, before any key is looked at."""
+"""Connection limits on real sockets, which apply before any API key is checked."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ def connect(server: Server, sent: bytes = b"") -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Wait until the server closes the connection; return whether it does."""
+    """Wait for the server to close the connection, and return whether it did."""
     try:
         while connection.recv(1000):
             pass
@@ -68,12 +68,12 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def status_of(connection: socket.socket) -> int:
+def read_status(connection: socket.socket) -> int:
     return int(connection.recv(1000)[9:12])
 
 
 def num_accepted_bytes(server: Server, first: bytes, piece: bytes, num_pieces: int) -> int:
-    """Send pieces until the server closes the connection."""
+    """Send pieces until the server closes the connection, and return the number of bytes sent."""
     sent = 0
     with connect(server, first) as connection:
         try:
@@ -98,7 +98,7 @@ def num_accepted_bytes(server: Server, first: bytes, piece: bytes, num_pieces: i
     ],
 )
 def test_endless_head_or_trailer_ends_the_connection(server: Server, first: bytes, piece: bytes) -> None:
-    """More than the limit is only what was in socket buffers."""
+    """Bytes beyond the limit were only accepted into socket buffers."""
     assert num_accepted_bytes(server, first, piece, 1000) < 16 * 2**20
 
 
@@ -116,24 +116,24 @@ def test_head_up_to_the_limit_is_served(
     server: Server, sent: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect(server, sent) as connection:
-        found = status_of(connection)
+        found = read_status(connection)
     assert found == status or (status == 200 and found == 503), "there is no engine"
     assert "Invalid HTTP request" not in caplog.text, "strangers cannot fill the log"
 
 
 def test_trailers_do_not_become_headers(server: Server) -> None:
     with connect(server, CHUNKED + b"2\r\n{}\r\n0\r\nX-Forwarded-For: 1.2.3.4\r\n\r\n") as connection:
-        assert status_of(connection) == 200
+        assert read_status(connection) == 200
 
 
 def test_pipelined_requests_are_bounded(server: Server) -> None:
-    """The first request waits for its result, and each later one would take memory meanwhile."""
+    """The first request waits for its result, and every request behind it would take memory."""
     model_id = server.model()
     request_id = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1}).json()
     body = b'{"request_id": "%s"}' % request_id["request_id"].encode()
     poll = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with connect(server, poll + (HEAD + b"\r\n") * 5000) as connection:
-        assert status_of(connection) == 431
+        assert read_status(connection) == 431
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_body_with_short_pauses_is_received(server: Server) -> None:
         for _ in range(5):
             time.sleep(TIMEOUT_S / 2)
             connection.sendall(b" " * 1638)
-        assert status_of(connection) == 200
+        assert read_status(connection) == 200
 
 
 def test_long_poll_may_take_longer_than_a_head(server: Server) -> None:
@@ -192,23 +192,26 @@ def test_half_sent_requests_keep_no_client_out(server: Server) -> None:
 
 def test_idle_connection_makes_room_and_a_poll_does_not(server: Server) -> None:
     model_id, polls = server.model(), []
+
     for number in range(1, MAX_PER_ADDRESS + 1):
         fields = {"model_id": model_id, "seq_id": number, "adam_params": {"learning_rate": 0.1}}
         body = b'{"request_id": "%s"}' % server.post("optim_step", **fields).json()["request_id"].encode()
         head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         polls.append(head + body)
+
     server.client.close()
     until(lambda: server.api.connections.num_open == 0)
+
     with ExitStack() as stack:
         polling = [stack.enter_context(connect(server, poll)) for poll in polls[:-1]]
         idle = stack.enter_context(connect(server, HEAD + b"\r\n"))
-        assert status_of(idle) in (200, 503)
+        assert read_status(idle) in (200, 503)
         with connect(server, polls[-1]) as last:
             assert is_closed(idle)
             until(lambda: server.api.app.state.context.results.num_waiting == MAX_PER_ADDRESS)
             with connect(server) as refused:
                 assert is_closed(refused)
-            assert {status_of(connection) for connection in (*polling, last)} == {408}
+            assert {read_status(connection) for connection in (*polling, last)} == {408}
 
 
 def test_connections_of_a_trusted_proxy_are_not_one_client(tmp_path: Path) -> None:
@@ -230,10 +233,12 @@ def run_out_of_file_descriptors(data_dir: Path) -> None:
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger().addHandler(handler)
+
     with live_api(settings(data_dir)) as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         clients = [stack.enter_context(socket.socket()) for _ in range(40)]
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
         with ExitStack() as filled:
             filled.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
             resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 5, before[1]))
@@ -247,7 +252,9 @@ def run_out_of_file_descriptors(data_dir: Path) -> None:
             assert all(map(is_closed, clients))
             time.sleep(0.5)
             assert time.process_time() - started < 0.4, "the event loop does not spin"
+
         assert server.client.get("/api/v1/nothing").status_code == 404
+
     logged = [record for record in records if record.levelno >= logging.WARNING and record.name != "httpx"]
     assert len(logged) < 10
 

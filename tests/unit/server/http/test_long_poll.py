@@ -1,4 +1,4 @@
-"""Long polls: which polls are woken, by what, and at what cost."""
+"""Long polls: which events wake them, and what they cost."""
 
 import asyncio
 import sqlite3
@@ -36,12 +36,12 @@ def submit(store: Store, session_id: SessionId) -> RequestId:
 
 def complete(store: Store, request_id: RequestId) -> None:
     store.write(lambda tx: futures.complete(tx, request_id, b"r", failed=False, effect_order=None, now=2.0))
-    store.wake()  # the engine notifies after a commit
+    store.wake()  # the engine sends a notification after a commit
 
 
 @pytest.fixture
 def run(store: Store) -> Callable[..., Any]:
-    """Run a coroutine with a result watcher on a new event loop."""
+    """Return a function that runs a coroutine with a result watcher on a new event loop."""
 
     def run_on_loop(work: Callable[[ResultWatcher], Any]) -> Any:
         async def main() -> Any:
@@ -61,7 +61,9 @@ def test_result_wakes_only_its_polls(store: Store, session_id: SessionId, run: C
     polled, other = submit(store, session_id), submit(store, session_id)
 
     async def work(watcher: ResultWatcher) -> None:
-        own, others = (asyncio.create_task(watcher.wait_for_result(each, "ann", 20)) for each in (polled, other))
+        own, others = (
+            asyncio.create_task(watcher.wait_for_result(request_id, "ann", 20)) for request_id in (polled, other)
+        )
         with watcher.subscribe(SAMPLER) as any_of_session:
             await asyncio.sleep(0.05)
             assert not own.done() and not any_of_session.done()
@@ -96,14 +98,16 @@ def test_concurrent_polls_share_one_query(
     queries: list[int] = []
     query = futures.get_open_owners
 
-    def counted(tx: Any, ids: Any) -> Any:
+    def count_query(tx: Any, ids: Any) -> Any:
         queries.append(len(ids))
         return query(tx, ids)
 
-    monkeypatch.setattr(futures, "get_open_owners", counted)
+    monkeypatch.setattr(futures, "get_open_owners", count_query)
 
     async def work(watcher: ResultWatcher) -> None:
-        assert not any(await asyncio.gather(*(watcher.wait_for_result(each, "ann", 0.3) for each in polled)))
+        assert not any(
+            await asyncio.gather(*(watcher.wait_for_result(request_id, "ann", 0.3) for request_id in polled))
+        )
 
     run(work)
     assert sum(queries) == 100 and len(queries) <= 3
@@ -159,7 +163,7 @@ def test_results_arrive_after_an_error_of_the_look_for_commits(
 def test_id_that_the_database_refuses_ends_only_its_poll(
     store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL refuses text with a zero character."""
+    """PostgreSQL rejects text with a NUL character."""
     monkeypatch.setattr("skyrl_tx.server.http.long_poll._WAIT_S", 0.02)
     query = futures.get_open_owners
 
@@ -183,7 +187,7 @@ def test_id_that_the_database_refuses_ends_only_its_poll(
 def test_results_arrive_while_the_database_is_locked(
     store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marks of fetched results wait for the write lock; polls do not."""
+    """Marking results as fetched waits for the write lock, but polls do not."""
     monkeypatch.setattr("skyrl_tx.server.http.long_poll._MARK_FETCHED_EVERY_S", 0.0)
     fetched, polled = submit(store, session_id), submit(store, session_id)
     complete(store, fetched)

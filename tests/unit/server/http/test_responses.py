@@ -17,7 +17,7 @@ from skyrl_tx.server.http.responses import encode_pass, encode_sample, make_resu
 
 PROTOBUF = "application/x-protobuf"
 CELLS = Cells(crow=np.array([0, 3]), columns=np.array([3, 1, 0]))
-"""In an order of their own; in two of them stands 0."""
+"""One sparse row with cells in unsorted columns."""
 
 
 def floats(*values: float) -> Any:
@@ -59,6 +59,7 @@ def test_sample_round_trips() -> None:
     assert [sequence.stop_reason for sequence in read.sequences] == ["stop", "length"]
     assert read.prompt_logprobs == [None, -0.5]
     assert read.topk_prompt_logprobs == [None, [(5, -1.0), (6, -2.0)]]
+
     targets = read.target_prompt_logprobs
     assert targets is not None and (targets.shape, list(targets.data)) == ([1, 4], [0, -1.5, 0])
     assert (targets.sparse_crow_indices, targets.sparse_col_indices) == ([0, 3], [3, 1, 0])
@@ -127,7 +128,7 @@ def test_the_gap_of_a_sample_is_in_json_and_does_not_disturb_an_sdk() -> None:
 
 
 def test_non_finite_numbers_round_trip_in_json() -> None:
-    """After a run diverged the keys that were promised are still there."""
+    """The documented keys are present even after a run has diverged."""
     metrics = {"a:mean": float("nan"), "b:max": float("inf"), "c:min": float("-inf"), "d:sum": 1.5}
     stepped = json.loads(bytes(make_result_response(results.OptimStepOutput(metrics=metrics), PROTOBUF).body))
     assert deserialize_json_response(stepped, OptimStepResponse).metrics == pytest.approx(metrics, nan_ok=True)

@@ -52,7 +52,7 @@ ADAPTER = ast.parse(Path(uvicorn_adapter.__file__).read_text())
 
 
 class Transport(asyncio.Transport):
-    """A connection that goes nowhere."""
+    """A transport without a connection."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Discard bytes."""
@@ -72,7 +72,7 @@ async def _never_respond(_scope: object, _receive: object, _send: object) -> Non
 
 @pytest.fixture(scope="module")
 def objects() -> Mapping[str, object]:
-    """An object of each class of uvicorn whose attributes are used, as they are while a request is handled."""
+    """Instances of the uvicorn classes that the adapter uses, captured while a request is handled."""
 
     async def start_request() -> Mapping[str, object]:
         protocol = HttpToolsProtocol(
@@ -81,7 +81,7 @@ def objects() -> Mapping[str, object]:
         protocol.connection_made(Transport())
         protocol.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         found = {"HttpToolsProtocol": protocol}
-        await asyncio.sleep(0)  # the application starts
+        await asyncio.sleep(0)  # wait until the application starts
         return found | {"FlowControl": protocol.flow, "RequestResponseCycle": protocol.cycle}
 
     return asyncio.run(start_request())
@@ -89,7 +89,7 @@ def objects() -> Mapping[str, object]:
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in USED_NAMES.items() for name in names])
 def test_uvicorn_has_each_attribute(objects: Mapping[str, object], kind: str, name: str) -> None:
-    """The class has it by this name, and its type is still what the adapter expects."""
+    """The object still has the expected class and the attribute."""
     assert type(objects[kind]).__name__ == kind
     assert hasattr(objects[kind], name), f"uvicorn {uvicorn.__version__}: {kind} has no attribute {name!r}"
 
@@ -113,7 +113,8 @@ def test_every_attribute_of_uvicorn_is_listed() -> None:
                 part for path in node.args if isinstance(path, ast.Constant) for part in str(path.value).split(".")
             }
     ours = set(vars(UvicornConnection))
-    public = {"append", "call_later", "close", "feed_data", "is_closing", "write"}  # of asyncio and httptools
+    # attributes of asyncio and httptools
+    public = {"append", "call_later", "close", "feed_data", "is_closing", "write"}
     assert used - ours - public == {name for names in USED_NAMES.values() for name in names}
 
 

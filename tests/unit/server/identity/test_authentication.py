@@ -1,4 +1,4 @@
-"""Credentials: how long they are remembered, and wrong ones from one address."""
+"""Credentials: how long they are cached, and limits for wrong keys from one address."""
 
 import time
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_last_use_is_recorded_without_a_commit_for_each_call(store: Store, make,
     for _ in range(5):
         authenticator.authenticate(key, NEAR)
         clock.now += 2
-        store.write(lambda tx: None)  # what was queued before is committed
+        store.write(lambda tx: None)  # everything queued earlier is now committed
     assert len(written) == 1
     row = store.read(lambda tx: keys.find(tx, key))
     assert row is not None and row.last_used_at is not None and abs(row.last_used_at - time.time()) < 60
@@ -94,16 +94,20 @@ def test_wrong_keys_from_one_address_are_refused_without_queries(store: Store, m
     reads: list[object] = []
     read = store.read
     monkeypatch.setattr(store, "read", lambda work: reads.append(work) or read(work))
+
     for number in range(50):
         error = refusal(authenticator, "nonsense" if number % 2 else f"tml-{number}")
         assert error.status == HTTPStatus.TOO_MANY_REQUESTS
         assert error.headers is not None and int(error.headers["Retry-After"]) in (2, 3)
+
     assert len(reads) <= 1
     assert refusal(authenticator, "tml-0", FAR).status == HTTPStatus.UNAUTHORIZED, "another address"
+
     principal = authenticator.authenticate(valid, NEAR)
     assert principal.owner == "ann", "a valid key from the same address"
     assert authenticator.authenticate(authenticator.issue_token(principal), NEAR) == principal
     assert refusal(authenticator, key).status == HTTPStatus.UNAUTHORIZED, "a revoked key is not a guess"
+
     clock.now += 3
     new, _ = new_key(store)
     assert authenticator.authenticate(new, NEAR).owner == "ann"

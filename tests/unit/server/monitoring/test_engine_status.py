@@ -54,7 +54,7 @@ def test_health_names_the_problem(age_s, status, detail, write_failure, expected
     ],
 )
 def test_health_names_a_long_activity(status, problem, activity) -> None:
-    """A large step alone is no problem."""
+    """A long step is not reported as a problem."""
     now = time.time()
     row = SimpleNamespace(
         updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40
@@ -123,7 +123,8 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
         check(admission, "ann", 0)
     assert caught.value.status == 429
     assert caught.value.headers == {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
-    publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not read by the engine
+
+    publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not yet read by the engine
     check(admission, "ann", REQUEST_BYTES)
     with pytest.raises(ApiError):
         check(admission, "ann", REQUEST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""`/metrics` of a live API: content, bounds, access; with an engine that is dead, stopped or alive."""
+"""`/metrics` of a live API: content, limits and access, with a running, stopped or dead engine."""
 
 import time
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def test_requests_are_counted_by_group_and_status(server: Server) -> None:
 
 
 def test_the_number_of_series_is_bounded_and_no_label_names_a_user(server: Server) -> None:
-    """After every route was called, with wrong and right methods."""
+    """The series are counted after calls to every route, with right and wrong methods."""
     for path in server.api.app.openapi()["paths"]:
         for method in ("GET", "POST"):
             filled = path.replace("{", "x-").replace("}", "")
@@ -67,11 +67,14 @@ def test_the_number_of_series_is_bounded_and_no_label_names_a_user(server: Serve
                 server.client.request(
                     method, filled, json={"session_id": "secret-session"} if method == "POST" else None
                 )
+
     text = server.client.get("/metrics").text
     found = samples(text)
     assert len(found) < 600, "half of the bound for both processes"
     assert "secret-session" not in text and "x-run_id" not in text
-    assert {label for family in parse_text(text) for each in family.samples for label in each.labels} <= ALLOWED_LABELS
+    assert {
+        label for family in parse_text(text) for sample in family.samples for label in sample.labels
+    } <= ALLOWED_LABELS
     assert all(
         isinstance(route, APIRoute) or "metrics" not in getattr(route, "path", "") for route in server.api.app.routes
     )
@@ -104,7 +107,7 @@ def test_keys_of_two_scopes_may_read(tmp_path: Path, scope: KeyScope) -> None:
 
 
 def test_with_keys_only_direct_callers_of_this_machine_need_none(tmp_path: Path) -> None:
-    """Not clients of a proxy, and not web pages of other sites."""
+    """Clients behind a proxy and web pages of other sites need a key."""
     settings = ApiSettings(data_dir=tmp_path, base_model="tiny", port=0, trusted_proxies=["127.0.0.2"])
     with live_api(settings) as server:
         server.store.write(lambda tx: keys.create(tx, owner="a", scope="user", name="n", note="", now=1.0))

@@ -1,4 +1,4 @@
-"""Samples of the server's state: rates between two words of the engine, gauges, and rows each ten seconds."""
+"""Samples of the server's state: rates between two engine reports, gauges, and a row every ten seconds."""
 
 import time
 from pathlib import Path
@@ -56,7 +56,12 @@ def test_numbers_of_several_engines_are_those_of_one_server() -> None:
     ]
     assert (combine_engines(ran)["training_tokens_per_s"], combine_engines(ran)["train_share"]) == (60.0, 0.75)
     memory = [{"used_bytes": 5, "limit_bytes": 9}], [{"used_bytes": 7, "limit_bytes": 9}]
-    assert combine_engines([read_gauges(word(1.0, device_memory=each)) for each in memory])["memory_used_bytes"] == 7
+    assert (
+        combine_engines([read_gauges(word(1.0, device_memory=device_memory)) for device_memory in memory])[
+            "memory_used_bytes"
+        ]
+        == 7
+    )
     assert combine_engines([]) == {} and combine_engines([{"a": 1.5}]) == {"a": 1.5}
 
 

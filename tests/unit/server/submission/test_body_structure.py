@@ -12,8 +12,11 @@ MAX_PARTS = 2**10
 COUNT = 8 * MAX_PARTS
 
 
-def nested(*path: tuple[int, bytes]) -> bytes:
-    """Return the bytes of messages inside one another, by field number; the last is repeated."""
+def nest_messages(*path: tuple[int, bytes]) -> bytes:
+    """Return the bytes of nested messages, given by field number.
+
+    The innermost message is repeated.
+    """
     number, data = path[-1]
     data = (bytes([number << 3 | 2, len(data)]) + data) * COUNT
     for number, before in reversed(path[:-1]):
@@ -33,16 +36,16 @@ def varint(value: int) -> bytes:
 KEY = b"\x0a\x01k"
 SHAPE = b"\x22" + varint(COUNT) + b"\1" * COUNT
 AMPLIFIERS = {
-    "empty datums": nested((3, b"")),
-    "empty chunks": nested((3, b""), (1, b"")),
-    "two kinds of chunks in turn": nested((3, b""), (1, b""), (1, b"\x12\0")),
-    "empty loss inputs": nested((3, b""), (2, b"")),
-    "empty spans": nested((3, b""), (3, b"")),
-    "two kinds of spans in turn": nested((3, b""), (4, b""), (1, b"\x12\0")),
-    "two layouts of a tensor in turn": nested((3, b""), (2, KEY), (2, b""), (1, b"\x12\0")),
-    "a packed shape": nested((3, b""), (2, KEY), (2, SHAPE), (4, b"")),
-    "a shape": nested((3, b""), (2, KEY), (2, b""), (4, b"\1")),
-    "empty loss_fn_config": nested((7, b"")),
+    "empty datums": nest_messages((3, b"")),
+    "empty chunks": nest_messages((3, b""), (1, b"")),
+    "two kinds of chunks in turn": nest_messages((3, b""), (1, b""), (1, b"\x12\0")),
+    "empty loss inputs": nest_messages((3, b""), (2, b"")),
+    "empty spans": nest_messages((3, b""), (3, b"")),
+    "two kinds of spans in turn": nest_messages((3, b""), (4, b""), (1, b"\x12\0")),
+    "two layouts of a tensor in turn": nest_messages((3, b""), (2, KEY), (2, b""), (1, b"\x12\0")),
+    "a packed shape": nest_messages((3, b""), (2, KEY), (2, SHAPE), (4, b"")),
+    "a shape": nest_messages((3, b""), (2, KEY), (2, b""), (4, b"\1")),
+    "empty loss_fn_config": nest_messages((7, b"")),
     "long forms of numbers": b"\x9a\x80\x00\x80\x80\x00" * COUNT,
     "groups": b"\x1b\x1c" * COUNT,
 }
@@ -55,7 +58,7 @@ def test_protobuf_of_many_parts_is_refused_before_it_is_parsed(name: str) -> Non
     assert error.value.status == 413
 
 
-def pass_of(num_datums: int, length: int, num_spans: int = 0) -> wire_pb2.ForwardBackwardRequest:
+def make_pass(num_datums: int, length: int, num_spans: int = 0) -> wire_pb2.ForwardBackwardRequest:
     message = PASS(model_id="m", seq_id=1, loss_fn="ppo")
     for _ in range(num_datums):
         datum = message.data.add()
@@ -74,14 +77,14 @@ def pass_of(num_datums: int, length: int, num_spans: int = 0) -> wire_pb2.Forwar
     ("num_datums", "length", "num_spans"), [(1024, 3, 0), (1024, 300, 0), (256, 40, 60), (1, 10**6, 0)]
 )
 def test_the_largest_passes_of_the_sdk_have_few_parts(num_datums: int, length: int, num_spans: int) -> None:
-    data = pass_of(num_datums, length, num_spans).SerializeToString()
+    data = make_pass(num_datums, length, num_spans).SerializeToString()
     check_protobuf(data, PASS, 2**16)
     check_protobuf(data, PASS, BodyLimits(len(data)).max_parts)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 100])
 def test_broken_protobuf_is_left_to_the_parser(cut: int) -> None:
-    check_protobuf(pass_of(300, 40).SerializeToString()[:-cut], PASS, 2**13)
+    check_protobuf(make_pass(300, 40).SerializeToString()[:-cut], PASS, 2**13)
 
 
 @pytest.mark.parametrize("part", [b"[]", b"{}", b'""', b'{"a":0}', b"[[[]]]", b'["\\""]'])

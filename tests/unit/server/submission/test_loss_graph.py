@@ -1,4 +1,4 @@
-"""A graph becomes operations of the contract, or is refused with the node and what is wrong with it."""
+"""A graph is compiled to contract operations, or rejected with an error that names the node."""
 
 import time
 from typing import Any
@@ -47,12 +47,12 @@ def upload(*nodes: dict[str, Any], ranks: tuple[int, int] = (1, 1), **changes: A
     return CreateCustomLossRequest.model_validate({**body, **changes})
 
 
-def compiled(*nodes: dict[str, Any], **changes: Any) -> CustomLoss:
+def compile_nodes(*nodes: dict[str, Any], **changes: Any) -> CustomLoss:
     return compile_loss(upload(*nodes, **changes))
 
 
 def test_a_graph_becomes_operations_and_what_is_not_needed_is_left_out() -> None:
-    loss = compiled(
+    loss = compile_nodes(
         call("mul", "operator.mul", REF, WEIGHTS),
         call("unused", "torch.exp", REF),
         method("sum_1", "sum", {"ref": "mul"}),
@@ -60,7 +60,8 @@ def test_a_graph_becomes_operations_and_what_is_not_needed_is_left_out() -> None
         call("twice", "operator.mul", {"ref": "neg"}, 2),
         output({"ref": "twice"}, **{"custom/total:sum": TOTAL}),
     )
-    assert loss.constants == (2.0,) and [each.name for each in loss.inputs] == ["logprobs", "weights"]
+
+    assert loss.constants == (2.0,) and [loss_input.name for loss_input in loss.inputs] == ["logprobs", "weights"]
     assert loss.operations == (
         Operation(name="mul", values=(0, 1)),
         Operation(name="sum", values=(3,), options=(0, 0)),
@@ -71,7 +72,7 @@ def test_a_graph_becomes_operations_and_what_is_not_needed_is_left_out() -> None
 
 
 def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
-    loss = compiled(
+    loss = compile_nodes(
         call("ends", "operator.getitem", REF, {"slice": [2, -1, None]}),
         call("item", "operator.getitem", {"ref": "ends"}, {"tuple": [-3, 4]}),
         output({"ref": "item"}),
@@ -85,7 +86,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        # What is not in the vocabulary.
+        # Unknown operations and names.
         ([call("e", "os.system", "ls")], "graph.nodes[2] 'e': function 'os.system' is not supported"),
         ([call("e", "builtins.eval", "1")], "function 'builtins.eval' is not supported"),
         ([call("e", "torch.load", "/etc/passwd")], "function 'torch.load' is not supported"),
@@ -176,7 +177,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
 def test_a_wrong_graph_is_refused_with_its_node(nodes: list[dict[str, Any]], text: str) -> None:
     end = [] if nodes[-1]["op"] == "output" else [SUM, output(TOTAL)]
     with pytest.raises(UserError) as raised:
-        compiled(*nodes, *end)
+        compile_nodes(*nodes, *end)
     assert text in raised.value.message and raised.value.message.startswith("graph.nodes[")
 
 
@@ -190,7 +191,7 @@ def test_a_wrong_graph_is_refused_with_its_node(nodes: list[dict[str, Any]], tex
         ({"inputs": [{"name": "logprobs", "rank": 1}, {"name": "__init__.x", "rank": 1}]}, "inputs[1].name"),
         ({"inputs": [{"name": "logprobs", "rank": 1}] * 2}, "inputs: a name is there twice"),
         ({"inputs": [{"name": "logprobs", "rank": 1}]}, "is placeholder 'weights'"),
-        ({"inputs": [{"name": each, "rank": 1} for each in ("logprobs", "weights", "a")]}, "more names than the graph"),
+        ({"inputs": [{"name": name, "rank": 1} for name in ("logprobs", "weights", "a")]}, "more names than the graph"),
         ({"graph": {"format": 2, "nodes": []}}, "graph.format 2: this server reads 1"),
         ({"graph": {"format": 1, "nodes": []}}, "graph.nodes: the last node must be the output"),
         ({"graph": {"nodes": [*PLACEHOLDERS, SUM]}}, "graph.nodes: the last node must be the output"),
@@ -199,7 +200,7 @@ def test_a_wrong_graph_is_refused_with_its_node(nodes: list[dict[str, Any]], tex
 )
 def test_a_wrong_upload_is_refused_with_its_field(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError) as raised:
-        compiled(SUM, output(TOTAL), **changes)
+        compile_nodes(SUM, output(TOTAL), **changes)
     assert text in raised.value.message
 
 
@@ -216,10 +217,10 @@ def test_too_many_nodes_are_refused_before_they_are_read(count: int) -> None:
 def test_operations_of_many_nodes_are_bounded() -> None:
     nodes = [method(f"n{index}", "std", REF) for index in range(300)]
     with pytest.raises(UserError, match="the loss has more than 256 operations"):
-        compiled(*nodes, SUM, output(TOTAL))
+        compile_nodes(*nodes, SUM, output(TOTAL))
 
 
 def test_a_chain_of_powers_has_one_operation_each_and_no_larger_value() -> None:
     chain = [call(f"n{i}", "operator.mul", {"ref": f"n{i - 1}" if i else "logprobs"}, REF) for i in range(200)]
-    loss = compiled(*chain, method("sum_1", "sum", {"ref": "n199"}), output(TOTAL))
+    loss = compile_nodes(*chain, method("sum_1", "sum", {"ref": "n199"}), output(TOTAL))
     assert len(loss.operations) == 201 and loss.needs().num_elements(100, 1) == 2 * 100 + 200 * 100 + 1

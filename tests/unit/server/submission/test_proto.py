@@ -1,4 +1,4 @@
-"""Our messages against those of the installed SDK, field by field."""
+"""Compare our protobuf messages with the installed SDK's, field by field."""
 
 import subprocess
 import sys
@@ -10,10 +10,10 @@ from tinker.proto import tinker_public_pb2
 from skyrl_tx.server.submission import wire_pb2
 
 NOT_ON_THE_WIRE = {"SamplingParams", "StopStrings", "StopTokens"}
-"""In the SDK's schema, but every version samples in JSON."""
+"""Messages in the SDK's schema that we do not need, because every SDK version samples in JSON."""
 
 
-def fields_of(message: object) -> dict[int, tuple[str, int, int]]:
+def get_fields(message: object) -> dict[int, tuple[str, int, int]]:
     described = DescriptorProto()
     message.CopyToProto(described)  # pyright: ignore
     return {field.number: (field.name, field.type, field.label) for field in described.field}
@@ -24,10 +24,10 @@ def test_messages_have_the_fields_of_the_sdk(name: str) -> None:
     theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name[name]
     ours = wire_pb2.DESCRIPTOR.message_types_by_name.get(name)
     if ours is None:
-        candidates = [fields_of(message) for message in wire_pb2.DESCRIPTOR.message_types_by_name.values()]
-        assert fields_of(theirs) in candidates, f"{name} has no counterpart"
+        candidates = [get_fields(message) for message in wire_pb2.DESCRIPTOR.message_types_by_name.values()]
+        assert get_fields(theirs) in candidates, f"{name} has no counterpart"
     else:
-        assert fields_of(ours) == fields_of(theirs)
+        assert get_fields(ours) == get_fields(theirs)
 
 
 @pytest.mark.parametrize("name", sorted(tinker_public_pb2.DESCRIPTOR.enum_types_by_name))

@@ -1,4 +1,4 @@
-"""Spans resolved: what is fill_recorded in, and what is refused with the span's name."""
+"""Provenance spans: values filled from recorded samples, and errors that name the span."""
 
 from typing import Any
 
@@ -25,13 +25,23 @@ def prompt(sequence_id: str, offset: int, length: int) -> Span:
     return Span("prompt_tokens", sequence_id, offset, length)
 
 
-def sampled(sequence_id: str, offset: int, length: int) -> Span:
+def make_sampled_span(sequence_id: str, offset: int, length: int) -> Span:
     return Span("sampled_tokens", sequence_id, offset, length)
 
 
-# Two turns: 2 prompt tokens, 3 sampled, 2 of the environment, 2 sampled. Targets are one ahead of the input.
-INPUT = (prompt("first", 0, 2), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 1))
-TARGETS = (prompt("first", 1, 1), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 2))
+# Two turns: 2 prompt tokens, 3 sampled, 2 from the environment, 2 sampled. Targets are shifted by one.
+INPUT = (
+    prompt("first", 0, 2),
+    make_sampled_span("first", 0, 3),
+    prompt("second", 5, 2),
+    make_sampled_span("second", 0, 1),
+)
+TARGETS = (
+    prompt("first", 1, 1),
+    make_sampled_span("first", 0, 3),
+    prompt("second", 5, 2),
+    make_sampled_span("second", 0, 2),
+)
 
 
 def one_pass(length: int = 8, **loss_inputs: Any) -> ModelPass:
@@ -50,7 +60,7 @@ def test_spans_of_several_sequences_fill_a_datum_in_order() -> None:
 
 
 def test_empty_spans_have_no_effect() -> None:
-    targets = (prompt("first", 1, 0), sampled("first", 1, 2), sampled("second", 2, 0))
+    targets = (prompt("first", 1, 0), make_sampled_span("first", 1, 2), make_sampled_span("second", 2, 0))
     (datum,) = fill_recorded(one_pass(2), [Provenance((), targets)], RECORDED).data
     assert datum.loss_inputs["logprobs"].tolist() == RECORDED["first"].logprobs[1:].tolist()
 
@@ -60,7 +70,7 @@ def test_empty_spans_have_no_effect() -> None:
     [
         ({"loss_inputs": ()}, r"data\[0\].loss_fn_input_spans: missing"),
         (
-            {"loss_inputs": (*TARGETS[:3], sampled("third", 0, 2))},
+            {"loss_inputs": (*TARGETS[:3], make_sampled_span("third", 0, 2))},
             r"data\[0\].loss_fn_input_spans\[3\]: no logprobs are recorded for sequence_id 'third'",
         ),
         (
@@ -68,17 +78,20 @@ def test_empty_spans_have_no_effect() -> None:
             r"data\[0\].model_input_spans\[0\]: no logprobs are recorded for .*'x'",
         ),
         (
-            {"loss_inputs": (*TARGETS[:3], sampled("second", 1, 2))},
+            {"loss_inputs": (*TARGETS[:3], make_sampled_span("second", 1, 2))},
             r"input_spans\[3\]: sampled_tokens \[1, 3\) of sequence_id 'second' is out of range, there are 2",
         ),
         (
             {"loss_inputs": (prompt("first", 2, 1), *TARGETS[1:])},
             r"input_spans\[0\]: prompt_tokens \[2, 3\) of sequence_id 'first' is out of range, there are 2",
         ),
-        ({"loss_inputs": (sampled("first", -1, 1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
-        ({"loss_inputs": (sampled("first", 2, -1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
+        ({"loss_inputs": (make_sampled_span("first", -1, 1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
+        ({"loss_inputs": (make_sampled_span("first", 2, -1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
         ({"loss_inputs": TARGETS[:3]}, r"data\[0\].loss_fn_input_spans: cover 6 of the 8 positions"),
-        ({"loss_inputs": (*TARGETS, sampled("first", 0, 1))}, r"input_spans\[4\]: .* goes beyond the 8 positions"),
+        (
+            {"loss_inputs": (*TARGETS, make_sampled_span("first", 0, 1))},
+            r"input_spans\[4\]: .* goes beyond the 8 positions",
+        ),
         ({"model_input": INPUT[:2]}, r"data\[0\].model_input_spans: cover 5 of the 8 positions"),
         ({"loss_inputs": (Span(None, "", 0, 0),)}, r"input_spans\[0\]: names neither prompt_tokens nor sampled_tokens"),
     ],
@@ -117,13 +130,13 @@ def test_sampled_spans_of_datums_that_fit() -> None:
 def test_pass_says_what_was_sampled_and_its_digest_is_that_of_earlier_releases(loss: str) -> None:
     spans = {"loss_fn_input_spans": [{"sampled_tokens": run("a", 3)}]}
 
-    def submitted(**more: Any) -> Submission:
+    def make_submission(**more: Any) -> Submission:
         inputs_of_loss = {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}}
         sent = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}, **more}
         value = {"data": [{**sent, "loss_fn_inputs": inputs_of_loss}], "loss_fn": loss}
         return training.pass_from_json(schemas.PassInput.model_validate(value), 2**20, backward=True)
 
-    found, plain = submitted(**spans), submitted()
+    found, plain = make_submission(**spans), make_submission()
     assert isinstance(found.request, ModelPass) and isinstance(plain.request, ModelPass)
     assert found.request.sampled == (SampledSpan(datum=0, first=0, length=3, sequence_id="a"),)
     decoded = codec.decode(found.body)
@@ -149,5 +162,5 @@ def test_json_spans_have_the_form_of_protobuf() -> None:
         }
     )
     assert read_provenance(datum) == Provenance(
-        (), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0))
+        (), (prompt("first", 1, 2), make_sampled_span("first", 1, 2), Span(None, "", 0, 0))
     )

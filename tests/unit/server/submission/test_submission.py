@@ -1,4 +1,4 @@
-"""Submissions: passes completed with recorded samples, and idempotency digests."""
+"""Submissions: passes filled with recorded samples, and idempotency digests."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ SENT = ModelPass(
 )
 
 
-def sent(length: int = 2) -> Submission:
+def make_submission(length: int = 2) -> Submission:
     return Submission.from_request(SENT, provenance=(Provenance((), (Span("sampled_tokens", "seq", 0, length),)),))
 
 
@@ -37,7 +37,7 @@ def store(store: Store) -> Store:
 
 
 def test_owner_gets_recorded_logprobs(store: Store) -> None:
-    completed = add_recorded_samples(store, ANN, sent())
+    completed = add_recorded_samples(store, ANN, make_submission())
     assert set(completed.sequence_ids) == {"seq"}
     request = completed.request
     assert isinstance(request, ModelPass) and request.data[0].loss_inputs["logprobs"].tolist() == [-0.5, -1.5]
@@ -45,7 +45,7 @@ def test_owner_gets_recorded_logprobs(store: Store) -> None:
 
 
 def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
-    completed = add_recorded_samples(store, BOB, sent())
+    completed = add_recorded_samples(store, BOB, make_submission())
     assert completed.sequence_ids == () and completed.kind == "model_pass"
     request = completed.request
     assert isinstance(request, Rejected) and request.backward
@@ -53,11 +53,11 @@ def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
 
 
 def test_digest_covers_the_request_as_sent(store: Store) -> None:
-    first = add_recorded_samples(store, ANN, sent())
+    first = add_recorded_samples(store, ANN, make_submission())
     store.write(lambda tx: recorded_logprobs.expire(tx, time.time() + 1e6))
-    late = add_recorded_samples(store, ANN, sent())
+    late = add_recorded_samples(store, ANN, make_submission())
     assert late.body != first.body and late.digest == first.digest
-    other = add_recorded_samples(store, ANN, sent(length=1))
+    other = add_recorded_samples(store, ANN, make_submission(length=1))
     assert other.digest != first.digest, "other spans make another request"
 
 
@@ -67,5 +67,5 @@ def test_own_definition_of_a_loss_is_logged_once(store: Store, caplog: pytest.Lo
         add_recorded_samples(store, ANN, Submission.from_request(SENT))
         assert caplog.text == ""
         for _ in range(3):
-            add_recorded_samples(store, ANN, sent())
+            add_recorded_samples(store, ANN, make_submission())
     assert len(caplog.records) == 1 and "own definition" in caplog.text

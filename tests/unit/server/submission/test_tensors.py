@@ -18,7 +18,7 @@ def read(message: wire_pb2.Tensor, budget: int = MEBIBYTE) -> Any:
 
 
 def csr(matrix: Any, **changes: Any) -> wire_pb2.Tensor:
-    """A sparse tensor as the SDK writes it, with one part replaced."""
+    """Return a sparse tensor in the SDK's format, with one part replaced."""
     rows, columns = np.nonzero(matrix)
     crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(matrix)))]).astype(np.int64)
     parts = {
@@ -74,7 +74,7 @@ def test_unlisted_cells_of_a_sparse_tensor_have_the_fill_value() -> None:
         (csr(np.zeros((1, 1), np.float32), shape=[1, 33_000_000]), "1 rows have at most 524288 columns"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([0, 2, 1, 3])), "rise"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([1, 1, 2, 3])), "rise"),
-        # Differences that wrap around to lengths which are positive, and whose sum wraps around to the right one.
+        # Differences that overflow to positive lengths, whose sum overflows to the right total.
         (
             csr(np.eye(4, 3, dtype=np.float32), crow_indices=np.array([0, 2**63 - 1, -(2**63), -1, 3])),
             "rise",

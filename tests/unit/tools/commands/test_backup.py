@@ -29,7 +29,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 
 def submit_run(harness: EngineHarness, num_steps: int) -> tuple[ModelId, list[RequestId]]:
-    """Submit a run that saves in each step, to sample and by one of three names; return its requests."""
+    """Submit a run that saves a sampler and a named checkpoint in every step, and return its request ids."""
     model_id, created = harness.create()
     submitted = [created]
     for step in range(num_steps):
@@ -45,7 +45,7 @@ def submit_run(harness: EngineHarness, num_steps: int) -> tuple[ModelId, list[Re
 
 
 def busy_harness(data_dir: Path, url: str | None) -> EngineHarness:
-    """Replace snapshots and collect garbage all the time."""
+    """Return a harness that replaces snapshots and collects garbage continuously."""
     harness = EngineHarness(
         data_dir,
         database_url=url,
@@ -60,7 +60,10 @@ def busy_harness(data_dir: Path, url: str | None) -> EngineHarness:
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path, request, capsys) -> None:
-    """The copied database has open requests; they get the results there that they get in the server itself."""
+    """The backup contains open requests.
+
+    After a restore they get the same results as on the original server.
+    """
     url = other_url = None
     if kind == "postgresql":
         url = request.getfixturevalue("postgresql_url")
@@ -74,6 +77,7 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
     training = threading.Thread(target=harness.run, args=(submitted[-1],))
     training.start()
     outputs = []
+
     while training.is_alive() and len(outputs) < 3:
         harness.api.wait(0.05)
         row = harness.api.read(lambda tx: models.get(tx, model_id))
@@ -81,25 +85,31 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
             status, out, err = skyrl_tx(capsys, "backup", tmp_path / "backup", *source)
             assert status == 0, out + err
             outputs.append(row.effect_order)
+
     training.join()
     assert len(outputs) >= 2, "some backups were made during the training"
+
     expected = [harness.result(request_id) for request_id in submitted]
     harness.close()
 
     status, out, err = skyrl_tx(capsys, "restore", tmp_path / "backup", *target)
     assert status == 0 and "restored the backup of" in out, err
     assert (tmp_path / "restored" / "signing.key").read_bytes() == b"k" * 32
+
     _, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", *target)
-    findings = [each for each in json.loads(out)["findings"] if each["check"] in ("database", "artifacts")]
-    assert {each["level"] for each in findings} == {"ok"}, out + err
+    findings = [finding for finding in json.loads(out)["findings"] if finding["check"] in ("database", "artifacts")]
+    assert {finding["level"] for finding in findings} == {"ok"}, out + err
+
     restored = EngineHarness(tmp_path / "restored", database_url=other_url)
     row = restored.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.effect_order >= outputs[-1]
+
     restored.run(submitted[-1])
     for request_id, result in zip(submitted, expected, strict=True):
         assert codec.encode(restored.result(request_id)) == codec.encode(result)
     identity = restored.artifacts.read_identity()
     assert identity is not None and identity.unclaimed == ()
+
     restored.close()
 
 

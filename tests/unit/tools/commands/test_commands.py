@@ -68,7 +68,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(data_dir: Path) -> list[ModelId]:
-    """Store two runs of a server that no longer runs."""
+    """Store two runs in the data directory of a stopped server."""
     store = Store.open(data_dir, role="api")
     made = [add_run(store, data_dir, "a"), add_run(store, data_dir, "b")]
     store.close()
@@ -109,7 +109,7 @@ def test_delete_requires_confirmation(data_dir, runs, capsys, monkeypatch) -> No
 
 
 def test_delete_unloads_a_run_of_a_running_server(data_dir, capsys) -> None:
-    """The engine has the run in memory and keeps serving the others."""
+    """The engine has the run in memory, unloads it and keeps serving other runs."""
     settings = EngineSettings(data_dir=data_dir, base_model="fake")
     api = Store.open(data_dir, role="api")
     runs = [add_run(api, data_dir, name) for name in "ab"]
@@ -133,7 +133,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     (record,) = json.loads(skyrl_tx(capsys, *listing)[1])
     assert record["expires"] is not None
     assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
-    for seconds in ("0", "100000000000000"):  # beyond the range of datetime
+    for seconds in ("0", "100000000000000"):  # outside the range of datetime
         status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
         assert status == 1 and f"--for {seconds} must be from 1 to" in err
     assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
@@ -143,7 +143,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     assert status == 1 and "there is no such checkpoint" in err
 
 
-def listed(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
+def list_names(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
     records = json.loads(skyrl_tx(capsys, what, "list", "--json", *flags, "--data-dir", data_dir)[1])
     return {record["run" if what == "runs" else "path"] for record in records}
 
@@ -152,11 +152,11 @@ def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsy
     a, b = (f"tinker://{run}/weights/{name}" for run, name in zip(runs, "ab", strict=True))
     status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", a, b, "--data-dir", data_dir)
     assert status == 0 and "restore with `skyrl-tx checkpoints undelete`" in out
-    assert listed(capsys, data_dir, "checkpoints") == set()
-    assert listed(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
+    assert list_names(capsys, data_dir, "checkpoints") == set()
+    assert list_names(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
     assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
-    assert listed(capsys, data_dir, "checkpoints") == {a}
-    for path in (a, b):  # deleted before, or not
+    assert list_names(capsys, data_dir, "checkpoints") == {a}
+    for path in (a, b):  # one is not deleted, the other already is
         status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
         assert status == 0 and "unused artifacts" in out
     status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)
@@ -169,16 +169,18 @@ def test_deleted_run_is_restored_with_its_checkpoints(data_dir, runs, capsys) ->
     path = f"tinker://{runs[0]}/weights/a"
     status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
     assert status == 0 and "restore with `skyrl-tx runs undelete`" in out
-    assert listed(capsys, data_dir, "runs") == {runs[1]} and listed(capsys, data_dir, "runs", "--deleted") == {runs[0]}
+    assert list_names(capsys, data_dir, "runs") == {runs[1]} and list_names(capsys, data_dir, "runs", "--deleted") == {
+        runs[0]
+    }
     status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", path, "--data-dir", data_dir)
     assert status == 1 and f"its run is deleted; `skyrl-tx runs undelete {runs[0]}` restores both" in err
     assert skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)[1] == f"restored {runs[0]}\n"
-    assert path in listed(capsys, data_dir, "checkpoints") and listed(capsys, data_dir, "runs") == set(runs)
+    assert path in list_names(capsys, data_dir, "checkpoints") and list_names(capsys, data_dir, "runs") == set(runs)
     status, _, err = skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)
     assert status == 1 and "there is no such deleted run" in err
     assert skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)[0] == 0
     assert skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)[0] == 0
-    assert listed(capsys, data_dir, "runs", "--deleted") == set()
+    assert list_names(capsys, data_dir, "runs", "--deleted") == set()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def adapter(
     inputs: int = 32,
     **config: object,
 ) -> Path:
-    """Write a PEFT adapter for one module; the default sizes are those of `write_model`."""
+    """Write a PEFT adapter for one module, with the sizes of `write_model` by default."""
     folder.mkdir()
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
@@ -218,24 +220,30 @@ def adapter(
 
 
 def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None:
-    """The update is the same, with another alpha and with all modules of its group."""
+    """The weight update is the same, with a different alpha and all modules of the group."""
     extra = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
     source = adapter(tmp_path / "adapter", **extra, megatron_core="megatron.core", of_next_year=None)
     command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
     status, out, err = skyrl_tx(capsys, *command)
     assert status == 0, err
+
     path = next(word for word in out.split() if "/weights/mine" in word)
     out_dir = tmp_path / "out"
     assert skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)[0] == 0
+
     config = json.loads((out_dir / "adapter_config.json").read_text())
     assert config["lora_alpha"] == 32 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
     tensors = load_file(out_dir / "adapter_model.safetensors")
     assert len(tensors) == 2 * 4 * 2
+
     modes = {file.stat().st_mode for file in out_dir.iterdir()}
     assert modes == {(source / "adapter_config.json").stat().st_mode}, "all files have the default mode"
+
     b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
     assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
+
     status, _, err = skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)
     assert status == 1 and f"{out_dir} already exists" in err
 
@@ -309,11 +317,12 @@ def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> N
     path = CheckpointPath(run, CheckpointKind.EXTERNAL, "encrypted")
     store.close()
     status, _, err = skyrl_tx(capsys, "export", str(path), tmp_path / "out", "--data-dir", data_dir)
+
     assert status == 1 and "is encrypted" in err
 
 
 def test_output_into_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
-    """As with `skyrl-tx audit | head`, whose reader ends first."""
+    """For example, in `skyrl-tx audit | head` the reader ends first."""
     Store.open(tmp_path, role="tool").close()
     command = [sys.executable, "-m", "skyrl_tx", "keys", "list", "--json", "--data-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

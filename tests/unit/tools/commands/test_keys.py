@@ -32,7 +32,7 @@ def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is already revoked" in capsys.readouterr().err
 
 
-def listed(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str | None]]:
+def list_keys(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str | None]]:
     capsys.readouterr()
     assert run(data_dir, "list", "--json") == 0
     return json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def test_scope_and_expiry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(tmp_path, "create", "ann", "--scope", "sample", "--expires-in", "30d") == 0
     assert ", scope sample, expires at 20" in capsys.readouterr().err
     assert run(tmp_path, "create", "bob", "--expires-in", "0") == 0
-    ann, bob = listed(tmp_path, capsys)
+    ann, bob = list_keys(tmp_path, capsys)
     assert (ann["scope"], ann["status"], ann["last_used"]) == ("sample", "valid", None) and ann["expires"] is not None
     assert (bob["scope"], bob["status"]) == ("user", "expired")
     for wrong in (("--expires-in", "1y"), ("--scope", "all"), ("--scope", "read", "--admin")):
@@ -55,7 +55,7 @@ def test_rotation_prints_a_new_key(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(tmp_path, "rotate", "1", "--overlap", "2h") == 0
     out, err = capsys.readouterr()
     assert len(set(out.split())) == 2 and "key 2 of ann, scope read" in err and "key 1 expires at 20" in err
-    old, new = listed(tmp_path, capsys)
+    old, new = list_keys(tmp_path, capsys)
     assert (new["owner"], new["scope"], new["name"], new["expires"]) == ("ann", "read", "laptop", None)
     assert old["expires"] is not None and old["status"] == "valid"
     assert run(tmp_path, "revoke", "1") == 0 and run(tmp_path, "rotate", "1") == 1

@@ -1,4 +1,4 @@
-"""Commands on a data directory whose artifacts are in an object store, which the directory names."""
+"""Commands on a data directory whose artifacts are in an object store."""
 
 import json
 import shutil
@@ -24,13 +24,15 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Import an adapter; return the path of its checkpoint."""
+    """Import an adapter and return the path of its checkpoint."""
     model = write_model(tmp_path / "model", tied_embeddings=False)
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     factors = {"lora_A": np.ones((2, 32), np.float32), "lora_B": np.ones((64, 2), np.float32)}
-    names = {f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight": each for name, each in factors.items()}
+    names = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight": factor for name, factor in factors.items()
+    }
     save_file(names, tmp_path / "adapter" / "adapter_model.safetensors")
     command = ("import", tmp_path / "adapter", "--name", "mine", "--base-model", model)
     status, out, err = skyrl_tx(capsys, *command, "--data-dir", tmp_path / "data", "--artifacts", url)
@@ -57,7 +59,7 @@ def test_doctor_and_recover_read_the_object_store(path: str, url: str, tmp_path:
     data_dir = tmp_path / "data"
     found = doctor()
     assert [record["state"] for record in found["artifacts"]] == ["ok"]
-    assert [each["level"] for each in found["findings"] if each["check"] == "storage"] == ["ok"]
+    assert [finding["level"] for finding in found["findings"] if finding["check"] == "storage"] == ["ok"]
     (weights,) = (tmp_path / "objects").glob("art-*/*/adapter_model.safetensors")
     content = weights.read_bytes()
     weights.write_bytes(content[:-1])
@@ -77,7 +79,7 @@ def test_a_backup_is_refused(path: str, url: str, tmp_path: Path, capsys: pytest
 
 
 def test_files_are_left_to_the_server(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its engine may run on another machine, where the lock of this data directory is not seen."""
+    """The server's engine may run on another machine, which does not see this data directory's lock."""
     status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", "--now", path, "--data-dir", tmp_path / "data")
     assert status == 0 and "the server removes the unused files" in out
     assert list((tmp_path / "objects").glob("art-*/manifest.json"))

@@ -31,7 +31,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Path, ModelId, float]:
-    """Train a run for two steps, save it after the first one, and stop; return its loss after the first step, too."""
+    """Train a run for two steps with a save after the first, and return its loss after the first step."""
     harness = EngineHarness(tmp_path / "data")
     model_id, _ = harness.create()
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -53,9 +53,9 @@ def trained(tmp_path: Path) -> tuple[Path, ModelId, float]:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], data_dir: Path, *flags: str) -> tuple[dict[str, str], dict[str, dict]]:
-    """Return the worst level of what the doctor finds about the database and the artifacts, and each artifact.
+    """Return the worst level of the findings about the database and the artifacts, and each artifact.
 
-    What it finds about this machine is no concern of these tests.
+    Findings about this machine are ignored.
     """
     status, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", "--data-dir", data_dir, *flags)
     content = json.loads(out)
@@ -76,7 +76,7 @@ def lose_database(data_dir: Path) -> None:
 
 
 def checkpoint_rows(data_dir: Path) -> dict[str, tuple[CheckpointRow, ModelRow, str]]:
-    """Return each checkpoint by its path, with its run and owner."""
+    """Return the run and owner of each checkpoint, by path."""
 
     def look(tx):
         rows = [
@@ -89,7 +89,7 @@ def checkpoint_rows(data_dir: Path) -> dict[str, tuple[CheckpointRow, ModelRow, 
 
 
 def load(data_dir: Path, path: str) -> float:
-    """Load a training checkpoint as the API does; return the loss of the next pass."""
+    """Load a training checkpoint like the API, and return the loss of the next pass."""
     harness = EngineHarness(data_dir)
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))
     model = harness.api.read(lambda tx: models.get(tx, CheckpointPath.parse(path).model_id))
@@ -111,14 +111,19 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
     harness.close()
     levels, found = doctor(capsys, data_dir)
     assert levels["artifacts"] == "warning" and "unclaimed" in {record["state"] for record in found.values()}
+
     out = skyrl_tx(capsys, "doctor", "--backend", "fake", "--data-dir", data_dir)[1]
     assert "unclaimed" in out and "skyrl-tx recover" in out
+
     status, out, err = skyrl_tx(capsys, "recover", "--list", "--data-dir", data_dir)
     assert status == 0 and "first" in out and "snapshot" in out and checkpoint_rows(data_dir) == {}
+
     status, out, err = skyrl_tx(capsys, "recover", "--data-dir", data_dir)
     assert status == 0, err
+
     after = checkpoint_rows(data_dir)
     assert after.keys() - before.keys() == {f"tinker://{model_id}/weights/snapshot-6"}
+
     for path, (row, run, owner) in before.items():
         restored, restored_run, restored_owner = after[path]
         assert (restored.artifact_id, restored.size_bytes) == (row.artifact_id, row.size_bytes)
@@ -128,9 +133,11 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
         assert (restored.expires_at is None) == (row.expires_at is None)
         assert (restored_run.base_model, restored_run.spec, restored_owner) == (run.base_model, run.spec, owner)
         assert restored_run.status == "unloaded" and restored_run.base_model_hash == run.base_model_hash
+
     assert after[f"tinker://{model_id}/weights/snapshot-6"][0].step == 2
     assert load(data_dir, f"tinker://{model_id}/weights/first") == loss
     assert load(data_dir, f"tinker://{model_id}/weights/snapshot-6") < loss
+
     status, out, _ = skyrl_tx(capsys, "recover", "--data-dir", data_dir)
     assert status == 0 and out == "nothing to restore\n"
 
@@ -138,7 +145,7 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
 def test_unclaimed_artifacts_go_to_the_trash_on_request_and_return(trained, capsys) -> None:
     data_dir, model_id, _ = trained
     lose_database(data_dir)
-    for _ in range(2):  # a server starts and stops in between: removal and recovery do not depend on it
+    for _ in range(2):  # a server starts and stops in between, which must not affect removal and recovery
         Store.open(data_dir, role="tool").close()
         status, out, _ = skyrl_tx(capsys, "doctor", "--remove-unclaimed", "--yes", "--data-dir", data_dir)
         assert status == 0 and "to the trash" in out
@@ -166,20 +173,27 @@ def test_recovered_data_before_keys_belongs_to_the_admin(trained, capsys) -> Non
 
 
 def test_recover_from_manifests_of_early_releases(trained, capsys) -> None:
-    """Names, owners and specifications are missing there: the files tell the rank, and names are generated."""
+    """Early manifests lack names, owners and specifications.
+
+    The rank is read from the files, and names are generated.
+    """
     data_dir, model_id, loss = trained
+
     for path in (data_dir / "artifacts").glob("art-*/manifest.json"):
         manifest = json.loads(path.read_text())
         for key in (*OLD_KEYS, *(["base_model"] if "effect_order" in manifest["metadata"] else [])):
             manifest["metadata"].pop(key, None)
         path.write_text(json.dumps(manifest))
+
     lose_database(data_dir)
     assert skyrl_tx(capsys, "recover", "--data-dir", data_dir)[0] == 0
+
     found = checkpoint_rows(data_dir)
     (training,) = (path for path in found if "/weights/recovered-" in path)
     assert {path.rsplit("/", 1)[0] for path in found} >= {
         f"tinker://{model_id}/{kind}" for kind in ("weights", "sampler_weights")
     }
+
     _, run, owner = found[training]
     spec = codec.decode(run.spec)
     assert spec.lora.rank == SPEC.lora.rank and owner == "local"  # type: ignore[union-attr]
@@ -190,6 +204,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     data_dir, model_id, _ = trained
     levels, found = doctor(capsys, data_dir)
     assert set(levels.values()) == {"ok"} and [record["state"] for record in found.values()] == ["ok"] * 4
+
     rows = {path: row for path, (row, _, _) in checkpoint_rows(data_dir).items()}
     damaged, missing = (
         rows[f"tinker://{model_id}/{kind}/first"].artifact_id for kind in ("weights", "sampler_weights")
@@ -203,6 +218,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     assert found[missing]["used_by"] == f"tinker://{model_id}/sampler_weights/first"
     assert "it is in the trash" in found[missing]["detail"]
     assert skyrl_tx(capsys, "recover", missing, "--data-dir", data_dir)[0] == 0
+
     levels, _ = doctor(capsys, data_dir, "--no-hashes")
     assert levels["artifacts"] == "ok" and LocalArtifacts(data_dir / "artifacts").open(ArtifactId(missing))
 

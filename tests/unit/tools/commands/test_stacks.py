@@ -18,7 +18,7 @@ def test_the_process_that_has_the_lock_file_open_holds_it(tmp_path: Path) -> Non
 
 
 def test_a_descriptor_that_is_closed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server opens and closes connections all the time."""
+    """A server constantly opens and closes connections."""
     lock, closed, readlink = tmp_path / "api.lock", [], Path.readlink
 
     def readlink_or_closed(path: Path) -> Path:

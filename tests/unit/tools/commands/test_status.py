@@ -1,4 +1,4 @@
-"""`skyrl-tx status` on data directories of servers that never ran, run, and are dead."""
+"""`skyrl-tx status` on data directories of servers that never ran, are running, or have died."""
 
 import json
 import re
@@ -35,7 +35,7 @@ METERS = {
 
 
 def fill(data_dir: Path, *, age_s: float) -> None:
-    """Store an engine's status of some seconds ago, two open requests, a failed one and some gauges."""
+    """Store an engine status that is a few seconds old, two open requests, a failed one and gauges."""
     now = time.time()
 
     def work(tx: Session) -> None:
@@ -50,6 +50,7 @@ def fill(data_dir: Path, *, age_s: float) -> None:
         state.activity, state.activity_since, state.meters = "forward_backward", now - age_s - 5, METERS
         engine_state.publish(tx, state)
         session = sessions.create(tx, owner="ann", now=now)
+
         for number in range(3):
             new = NewRequest(key=f"k{number}", kind="model_pass", owner="ann", session_id=session, body=b"x")
             submitted = futures.submit(tx, new, now - 100)
@@ -58,11 +59,13 @@ def fill(data_dir: Path, *, age_s: float) -> None:
             if number == 2:
                 failure = codec.encode(Failure(message="lr is [red]NaN", category=ErrorCategory.USER))
                 futures.complete(tx, submitted.request_id, failure, failed=True, effect_order=None, now=now - 30)
+
         at = int(now) // 10 * 10
         for step in range(3):
             engine_state.add_gauges(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
 
     store = Store.open(data_dir, role="api")
+
     try:
         store.write(work)
     finally:
@@ -110,7 +113,7 @@ def test_a_directory_without_an_engine_is_described_too(tmp_path: Path, capsys: 
 def test_here_says_whether_an_engine_of_this_machine_is_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the check of a container's engine, whose host name is its own."""
+    """This is the health check of an engine in a container, which has a separate host name."""
 
     def publish(number: int, host: str, status: str) -> None:
         row = EngineStateRow(

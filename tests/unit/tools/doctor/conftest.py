@@ -11,7 +11,7 @@ from skyrl_tx.tools.serve import read_settings
 
 @pytest.fixture
 def subject(tmp_path: Path) -> Callable[..., ExaminedServer]:
-    """Return a function that makes the subject of settings, given as flags of `serve`."""
+    """Return a function that creates a subject from flags of `serve`."""
 
     def make(*flags: str | Path, pids: dict[str, int] | None = None) -> ExaminedServer:
         given = ["--data-dir", str(tmp_path / "data"), "--port", "0", *map(str, flags)]

@@ -17,10 +17,10 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[
 
 
 def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> list[ExaminedServer]:
-    """Replace all checks by those that find these; return the subjects that they get."""
+    """Replace all checks by ones with the given findings, and return the subjects they receive."""
     seen: list[ExaminedServer] = []
 
-    def check_of(finding: Finding | Exception):
+    def make_check(finding: Finding | Exception):
         def check(subject: ExaminedServer) -> Iterator[Finding]:
             seen.append(subject)
             if isinstance(finding, Exception):
@@ -29,7 +29,7 @@ def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Excepti
 
         return check
 
-    checks = {f"check{index}": check_of(finding) for index, finding in enumerate(findings)}
+    checks = {f"check{index}": make_check(finding) for index, finding in enumerate(findings)}
     monkeypatch.setattr(command, "_CHECKS", checks)
     return seen
 
@@ -95,7 +95,7 @@ def test_without_a_database_there_is_nothing_to_remove(capsys, tmp_path) -> None
 
 
 def test_all_checks_on_the_fake_backend(capsys, tmp_path) -> None:
-    """No check fails by itself, and the directory stays as it is."""
+    """No check fails, and the directory is not changed."""
     flags = ("--base-model", "m", "--backend", "fake", "--port", "0", "--data-dir", tmp_path / "data", "--json")
     status, out, _ = doctor(capsys, *flags)
     findings = [Finding(**finding) for finding in json.loads(out)["findings"]]

@@ -1,4 +1,4 @@
-"""The database, without a change of it."""
+"""Database checks, which do not change the database."""
 
 import hashlib
 import sqlite3
@@ -77,17 +77,17 @@ def test_a_long_write_ahead_log(subject, data_dir, monkeypatch) -> None:
 
 
 def test_access(subject, data_dir) -> None:
-    def found(*flags: str) -> list[str]:
+    def check_levels(*flags: str) -> list[str]:
         with closing(Store.open(data_dir, role="tool")) as store:
-            return [each.level for each in database.check_access(subject(*flags).settings, store)]
+            return [finding.level for finding in database.check_access(subject(*flags).settings, store)]
 
     public = ("--host", "0.0.0.0", "--trusted-proxies", "10.0.0.1")
-    assert found() == [] and found(*public) == ["error"]
-    assert found(*public, "--no-auth") == ["warning"]
+    assert check_levels() == [] and check_levels(*public) == ["error"]
+    assert check_levels(*public, "--no-auth") == ["warning"]
     with closing(Store.open(data_dir, role="tool")) as store:
         store.write(lambda tx: keys.create(tx, owner="ann", scope="user", name="", note="", now=time.time()))
-    assert found(*public) == ["ok"]
-    assert found("--host", "0.0.0.0") == ["ok", "warning"], "without TLS"
+    assert check_levels(*public) == ["ok"]
+    assert check_levels("--host", "0.0.0.0") == ["ok", "warning"], "without TLS"
 
 
 def test_postgresql(subject, postgresql_url, monkeypatch, tmp_path) -> None:

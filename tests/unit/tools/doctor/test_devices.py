@@ -1,4 +1,4 @@
-"""Driver, devices and the memory plan."""
+"""Checks of the driver, the devices and the memory plan."""
 
 import stat
 from pathlib import Path
@@ -37,8 +37,8 @@ GPU = Device(kind="NVIDIA H100", platform="gpu", limit_bytes=60 * GIB)
 CPU = Device(kind="cpu", platform="cpu", limit_bytes=None)
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, answer: ProbeAnswer | Finding, *gpus: list[str]) -> None:
-    """Let the probe and the driver's program answer this."""
+def fake_answers(monkeypatch: pytest.MonkeyPatch, answer: ProbeAnswer | Finding, *gpus: list[str]) -> None:
+    """Replace the results of the probe and of the driver's command."""
     monkeypatch.setattr(machine, "_ask", lambda *_: answer)
     monkeypatch.setattr(machine, "_list_nvidia_gpus", lambda: iter(gpus))
 
@@ -48,14 +48,16 @@ def problems(subject, *flags: str, **more: object) -> list[Finding]:
 
 
 def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
-    """In a process of its own, without loading the weights."""
+    """The probe runs in a separate process and does not load the weights."""
     model = write_tiny_model(tmp_path / "tiny")
     config = JaxConfig(compile_cache_dir=None, max_lora_rank=8)
     answer = machine._ask(str(model), config)
     assert isinstance(answer, ProbeAnswer) and answer.plan is not None, answer
+
     backend = JaxBackend(str(model), config)
     found = backend.start()
     assert answer.devices == [CPU] and len(found.devices) == 1
+
     plan = answer.plan
     assert (plan.num_parameters, plan.max_length, plan.kv_tokens, plan.micro_batch_tokens, plan.max_models) == (
         found.num_parameters,
@@ -65,6 +67,7 @@ def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
         found.max_models,
     )
     assert plan.file_bytes == (model / "model.safetensors").stat().st_size and plan.has_end
+
     backend.close()
 
 
@@ -87,7 +90,7 @@ def test_a_mesh_without_its_devices(tmp_path: Path) -> None:
 
 
 def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
-    answered(monkeypatch, ProbeAnswer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
+    fake_answers(monkeypatch, ProbeAnswer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
     findings = list(machine.check_devices(subject("--base-model", "m")))
     text = "\n".join(finding.message for finding in findings)
     assert {finding.level for finding in findings} == {"ok"}
@@ -105,14 +108,14 @@ def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
     ],
 )
 def test_plans_that_are_too_small(subject, monkeypatch, device, change, level: str, text: str) -> None:
-    answered(monkeypatch, ProbeAnswer(devices=[device], plan=msgspec.structs.replace(PLAN, **change)))
+    fake_answers(monkeypatch, ProbeAnswer(devices=[device], plan=msgspec.structs.replace(PLAN, **change)))
     (found,) = problems(subject, "--base-model", "m")
     assert found.level == level and text in found.message and found.advice
 
 
 def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -> None:
     plan = msgspec.structs.replace(PLAN, weight_bytes=2**20)
-    answered(monkeypatch, ProbeAnswer(devices=[CPU], plan=plan))
+    fake_answers(monkeypatch, ProbeAnswer(devices=[CPU], plan=plan))
     monkeypatch.setattr(machine, "get_physical_memory", lambda: 100 * GIB)
     monkeypatch.setattr(machine, "read_memory_limit", lambda: 10 * GIB)
     (found,) = problems(subject, "--base-model", "m")
@@ -120,20 +123,20 @@ def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -
 
 
 def test_a_gpu_that_jax_does_not_use(subject, monkeypatch) -> None:
-    answered(monkeypatch, ProbeAnswer(devices=[CPU]), ["NVIDIA H100", "570.1", "81559", "0"])
+    fake_answers(monkeypatch, ProbeAnswer(devices=[CPU]), ["NVIDIA H100", "570.1", "81559", "0"])
     (found,) = problems(subject)
     assert found.level == "error" and "skyrl-tx-server[cuda12]" in found.advice
 
 
 def test_a_gpu_that_others_use(subject, monkeypatch) -> None:
-    answered(monkeypatch, ProbeAnswer(devices=[GPU]), ["NVIDIA H100", "570.1", "81559", "40000"])
+    fake_answers(monkeypatch, ProbeAnswer(devices=[GPU]), ["NVIDIA H100", "570.1", "81559", "40000"])
     (found,) = problems(subject)
     assert found.level == "warning" and "40000 MiB" in found.message
     assert problems(subject, pids={"engine": 3}) == [], "that is the server"
 
 
 def test_devices_that_fail(subject, monkeypatch) -> None:
-    answered(monkeypatch, ProbeAnswer(devices=[], problem="no driver"))
+    fake_answers(monkeypatch, ProbeAnswer(devices=[], problem="no driver"))
     (found,) = problems(subject)
     assert found.level == "error" and "no driver" in found.message
 
@@ -164,10 +167,10 @@ def test_other_backends_are_not_examined(subject) -> None:
 
 
 def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of models that fit is replaced by the number of parameters of one, at rank 1."""
+    """The test replaces the number of models that fit by the number of parameters of one model at rank 1."""
 
     def num_parameters(*arguments: object) -> int:
-        (model,) = (each for each in arguments if isinstance(each, models.ModelConfig))
+        (model,) = (argument for argument in arguments if isinstance(argument, models.ModelConfig))
         return sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(model, 1).weights))
 
     monkeypatch.setattr(start_plan, "choose_max_models", num_parameters)

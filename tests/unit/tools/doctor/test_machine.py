@@ -1,4 +1,4 @@
-"""Versions of packages, limits and memory."""
+"""Checks of package versions, process limits and memory."""
 
 import resource
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_the_oldest_sdk_is_the_oldest_tested_one() -> None:
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
-    """Set the limits of this process as the checks see them; all others are infinite."""
+    """Set the process limits that the checks see. All other limits are infinite."""
     found = {getattr(resource, name): value for name, value in given.items()}
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (found.get(which, resource.RLIM_INFINITY),) * 2)
     monkeypatch.setattr(machine, "_CGROUP", Path("/nowhere"))

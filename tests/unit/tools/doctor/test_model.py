@@ -1,4 +1,4 @@
-"""Tokenizer and chat template."""
+"""Checks of the tokenizer and the chat template."""
 
 import json
 from pathlib import Path

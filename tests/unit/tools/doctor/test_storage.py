@@ -1,4 +1,4 @@
-"""The data directory and the directory of compiled programs."""
+"""Checks of the data directory and of the compilation cache."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,9 @@ def test_little_space_is_found(subject, monkeypatch, free: int, files: int, leve
 
 def test_a_slow_fsync_is_found(subject, monkeypatch) -> None:
     monkeypatch.setattr(storage, "_measure_fsync", lambda _: [0.05] * 3)
-    (found,) = [each for each in by_level(storage.check_data_dir(subject()), "warning") if "fsync" in each.message]
+    (found,) = [
+        finding for finding in by_level(storage.check_data_dir(subject()), "warning") if "fsync" in finding.message
+    ]
     assert "50.0 ms" in found.message
 
 

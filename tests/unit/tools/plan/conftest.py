@@ -1,3 +1,3 @@
-"""Plans of one model share the traces by which they count its memory."""
+"""Plans of a model share the traces that count its memory use."""
 
 from tests.support.shared_traces import share_traces as share_traces

@@ -1,4 +1,4 @@
-"""The command as a user calls it."""
+"""`skyrl-tx plan`, run like a user would."""
 
 import json
 from pathlib import Path
@@ -64,8 +64,10 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         *("base weights", "sampler adapters", "KV cache"),
         *("adapters in training", "optimizer", "temporary"),
     ]
+
     used = sum(item["bytes"] for item in found["memory"])
     assert used + found["free_bytes"] == found["device"]["usable_bytes"] == 15.75 * GIB
+
     of_rank_1 = 36 * (2 * (4096 + 4096 // 8) + 2 * (4096 + 1024 // 8) + 3 * (4096 + 12288 // 8)) + 4096 + 151936 // 8
     assert found["memory"][4]["bytes"] == 2 * 2 * 4 * 8 * of_rank_1, "two moments of two models in float32"
     assert found["limits"]["context_tokens"] == 8192 and found["limits"]["models"] == 2
@@ -220,12 +222,14 @@ def test_a_model_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture
 TOO_LARGE = {"DeepSeek-V3.1", "GLM-4.5", "Kimi-K2-Thinking", "Kimi-K2.5", "Qwen3.5-397B-A17B"}
 
 
-def published(name: str) -> Any:
+def make_exhaustive(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", *(published(path.stem) for path in sorted(CONFIGS.glob("*.json")))])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", *(make_exhaustive(path.stem) for path in sorted(CONFIGS.glob("*.json")))]
+)
 def test_published_models_are_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.dumps(QWEN3_30B_A3B) if name == "Qwen3-30B-A3B" else (CONFIGS / f"{name}.json").read_text()
     (tmp_path / "config.json").write_text(content)

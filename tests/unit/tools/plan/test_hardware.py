@@ -1,4 +1,4 @@
-"""Names and topologies of devices."""
+"""Device names and topologies."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_the_memory_that_jax_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_of_each_kind_are_plausible() -> None:
-    """From 100 to 1,000 FLOPs for each byte of memory, which is faster than the links."""
+    """Devices compute 100 to 1,000 FLOPs per byte of memory traffic, and memory is faster than the links."""
     for kind in KINDS.values():
         assert 100 < kind.flops / kind.bytes_per_s < 1000, kind.name
         assert kind.link_bytes_per_s < kind.bytes_per_s, kind.name

@@ -1,4 +1,4 @@
-"""The choice of a mesh for long rows, with made-up lengths."""
+"""The choice of a mesh for long rows, with synthetic lengths."""
 
 import jax.numpy as jnp
 
@@ -23,8 +23,8 @@ def mesh_for(tokens: int, asked: list[MeshConfig]) -> MeshConfig | None:
 
 def test_all_meshes_of_eight_devices_are_candidates() -> None:
     found = list(list_meshes(8, with_cp=True))
-    assert len(found) == len(set(found)) == 35 and all(each.num_devices == 8 for each in found)
-    assert {each.mesh for each in BY_TIME} == {each for each in found if each.ep == 1}
+    assert len(found) == len(set(found)) == 35 and all(mesh.num_devices == 8 for mesh in found)
+    assert {candidate.mesh for candidate in BY_TIME} == {candidate for candidate in found if candidate.ep == 1}
 
 
 def test_the_fastest_mesh_that_fits_has_the_least_cp() -> None:
@@ -32,12 +32,12 @@ def test_the_fastest_mesh_that_fits_has_the_least_cp() -> None:
     assert mesh_for(7999, []) == MeshConfig(cp=8)
     asked: list[MeshConfig] = []
     assert mesh_for(8001, asked) is None
-    assert sorted(each.tp for each in asked) == [1, 2, 4, 8], "those with the longest rows"
-    assert all(each.dp == each.fsdp == 1 for each in asked)
+    assert sorted(mesh.tp for mesh in asked) == [1, 2, 4, 8], "those with the longest rows"
+    assert all(mesh.dp == mesh.fsdp == 1 for mesh in asked)
 
 
 def test_fsdp_takes_what_cp_need_not() -> None:
-    meshes = [each for each in BY_TIME if each.mesh.tp == 1]
+    meshes = [candidate for candidate in BY_TIME if candidate.mesh.tp == 1]
     found = find_fitting_candidate(meshes, lambda mesh: 1000 * mesh.cp + 10 * mesh.fsdp, 2000)
     assert found is not None and found.mesh.cp == 2 and found.mesh.dp > 1, "the fastest of those that fit"
     asked: list[MeshConfig] = []

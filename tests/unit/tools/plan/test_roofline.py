@@ -1,4 +1,4 @@
-"""Bounds and the choice of a mesh, against figures computed by hand."""
+"""Bounds and the choice of a mesh, compared with figures computed by hand."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_training_of_a_dense_model() -> None:
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
     bound = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     lora = 8 * (36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936)
-    mixing = 36 * 2 * 32 * 128 * 1025 / 2  # the mean position of 1,024 reads 512.5
+    mixing = 36 * 2 * 32 * 128 * 1025 / 2  # on average, a position of 1,024 reads 512.5 positions
     assert bound.arithmetic_s == pytest.approx(2 * 4096 * (3 * FROZEN + 4 * (lora + mixing)) / 989.5e12)
     assert bound.memory_s == pytest.approx(3 * 2 * (PARAMETERS - 151936 * 4096) / 4.8e12)
     assert bound.links_s == 0 and bound.by == "arithmetic"
@@ -85,7 +85,7 @@ def test_devices_of_cp_exchange_heads_for_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "num_parts"),
-    [(48 * 2 * (32 + 4) * 128, 4), (48 * 2 * (32 + 8) * 128, 8)],  # eight devices have copies of four kv heads
+    [(48 * 2 * (32 + 4) * 128, 4), (48 * 2 * (32 + 8) * 128, 8)],  # eight devices hold copies of four KV heads
 )
 def test_more_devices_than_kv_heads_exchange_copies(numbers: int, num_parts: int) -> None:
     assert count_exchanged_numbers(MIXTURE, num_parts) == numbers
@@ -96,12 +96,12 @@ def test_published_models_have_a_mesh(name: str) -> None:
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     model = models.find_family(content).config_from_hf(content)
     found = rank_meshes(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
-    assert found and all(each.mesh.num_devices == 8 for each in found)
+    assert found and all(candidate.mesh.num_devices == 8 for candidate in found)
     assert count_exchanged_numbers(model, 4) > 0
-    assert [each.has_fitting_weights for each in found] == sorted(
-        (each.has_fitting_weights for each in found), reverse=True
+    assert [candidate.has_fitting_weights for candidate in found] == sorted(
+        (candidate.has_fitting_weights for candidate in found), reverse=True
     )
-    roomy = [each.seconds_per_token for each in found if each.has_fitting_weights]
+    roomy = [candidate.seconds_per_token for candidate in found if candidate.has_fitting_weights]
     assert roomy == sorted(roomy)
 
 
@@ -127,5 +127,7 @@ def test_the_best_mesh_of_a_dense_model(device: str, mesh: MeshConfig, why: str)
 
 
 def test_experts_are_cut_once() -> None:
-    meshes = [each.mesh for each in rank_meshes(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
+    meshes = [
+        candidate.mesh for candidate in rank_meshes(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
+    ]
     assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"

@@ -26,6 +26,7 @@ def run(data_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str, sta
 
 def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, capsys, "set", "math", "vera", "viewer") == "vera is viewer of math\n"
+
     run(data_dir, capsys, "set", "math", "vera", "editor")
     run(data_dir, capsys, "set", "new", "bob", "viewer")
     rows = [line.split(maxsplit=3) for line in run(data_dir, capsys, "list").splitlines()]
@@ -42,6 +43,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
     }
     assert run(data_dir, capsys, "remove", "math", "vera") == "removed vera from math\n"
     assert "vera is not a member of math" in run(data_dir, capsys, "remove", "math", "vera", status=1)
+
     store = Store.open(data_dir, role="tool")
     entries, left = store.read(audit.list_entries), store.read(projects.list_members)
     store.close()

@@ -33,8 +33,10 @@ def run(data_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str, sta
 
 def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, capsys, "list") == "no quotas\n"
+
     said = run(data_dir, capsys, "set", "ann", "training_tokens_per_day", "200M")
     assert said == "training_tokens_per_day of ann is 200M\n"
+
     run(data_dir, capsys, "set", "*", "checkpoint_bytes", "5G")
     run(data_dir, capsys, "set", "ann", "weight", "3")
     rows = [line.split() for line in run(data_dir, capsys, "list").splitlines()]
@@ -44,6 +46,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
         ["ann", "training_tokens_per_day", "200M", "wait", "1.5M"],
         ["ann", "weight", "3", "-", "-"],
     ]
+
     listed = json.loads(run(data_dir, capsys, "list", "--json"))
     assert listed[1] == {
         "subject": "ann",
@@ -54,6 +57,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
     }
     assert run(data_dir, capsys, "remove", "ann", "weight") == "removed weight of ann\n"
     assert "ann has no weight" in run(data_dir, capsys, "remove", "ann", "weight", status=1)
+
     store = Store.open(data_dir, role="tool")
     entries = store.read(audit.list_entries)
     store.close()
