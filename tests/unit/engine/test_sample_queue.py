@@ -176,7 +176,7 @@ def test_requeued_request_is_the_head_of_its_queue():
 class Decided(Admission):
     """Gives the requests of an owner their decision."""
 
-    is_counting = True
+    is_counting_usage = True
 
     def __init__(self, **decisions):
         self.decisions = decisions

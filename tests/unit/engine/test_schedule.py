@@ -298,7 +298,7 @@ def test_pass_size_is_its_number_of_tokens():
 class Asked(Admission):
     """Gives each request its decision, and records which requests were asked about and which started."""
 
-    is_counting = True
+    is_counting_usage = True
 
     def __init__(self, **decisions: Decision) -> None:
         self.decisions, self.asked, self.numbers = decisions, list[int](), list[int]()
