@@ -45,9 +45,10 @@ _MIN_WAIT_S = 0.05
 _PRUNE_PERIOD_S = 0.2
 _MEASURE_PERIOD_S = 1.0
 _MICRO_BATCHES_PER_BATCH = 4
-"""Token budget of a batch of passes, in micro-batches.
+"""The token budget of a batch of passes, as a multiple of the tokens of one micro-batch.
 
-It is large enough to keep the device busy, and small enough that other requests wait only briefly.
+A pass is a `forward` or `forward_backward` request. The budget is large enough to keep the device
+busy, and small enough that other requests wait only briefly.
 """
 
 
@@ -78,13 +79,14 @@ class Engine:
 
         Args:
             stop: Event that ends the engine.
-            on_ready: Called once the backend has started and lost samplers were recreated.
+            on_ready: Called once the backend has started, and samplers whose weights the previous
+                engine had not yet written to a file have been recreated.
             on_stuck: Called on another thread with the reason when a backend call exceeds its time
                 limit, for example `--step-timeout-s`.
 
         Raises:
-            BackendLost: The device is lost. The next engine runs the requests without a result.
-            StoreError: The database is lost.
+            BackendLost: The device failed. The next engine runs the requests that have no result yet.
+            StoreError: The database failed or cannot be reached.
             UserError: The artifacts or the base model do not match the database.
         """
         # Start the watchdog and the status publisher. They must cover the start of the backend.
@@ -95,10 +97,11 @@ class Engine:
         watchdog.start()
         self.store.observe_commits(self.meters.store_write_s.observe)
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
-        membership.reassign_last_run(self.store)
+        membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the threads that write files, and that undo delivery attempts on a stop.
+        # Start the thread that writes files. Start another one that takes back the attempt counts of
+        # running requests on a stop. A high count marks a request that may have caused a crash.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -112,7 +115,7 @@ class Engine:
             capabilities = self._start_backend(backend)
             context = self._make_context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
-            self._close_last_run()
+            self._close_previous_engine()
             loop = _Loop(context, self.artifacts)
 
             # Recover. Requests that were running when the last engine crashed run one at a time.
@@ -135,7 +138,8 @@ class Engine:
             _log.info("engine stopped cleanly")
         finally:
             if stop.is_set():
-                # Wait for the attempts to be undone: a stop is no crash, even if the engine fails.
+                # Wait until the attempt counts of running requests are taken back. A stop is no crash,
+                # even if an exception ended it.
                 undoing.join()
             attempts.close()
             status.close()
@@ -151,13 +155,14 @@ class Engine:
         _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
         return capabilities
 
-    def _close_last_run(self) -> None:
-        """Close the records of the previous engine with this number."""
+    def _close_previous_engine(self) -> None:
+        """Clean up what the previous engine with this number left in the database."""
         number = self.store.engine_number
-        # Cancellations of the previous engine have no effect: the requests already have results.
+        # Delete old cancellations. The requests that clients cancelled already have results.
         self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
-        # If the previous engine crashed, its supervisor has already counted the crash.
+        # `is_crash` is False even after a crash, because the supervisor has already counted it.
         self.store.write(lambda tx: futures.record_engine_end(tx, is_crash=False, engine=number))
+        # After a restore from a backup, clients with a cursor must not miss new completions.
         self.store.write(lambda tx: completions.skip_seen_positions(tx, time.time()))
 
     def _run_turns(
@@ -192,8 +197,10 @@ class Engine:
             return
         try:
             unclaimed = identity.claim(self.store, self.artifacts).unclaimed
-        except OSError as error:  # each garbage collection claims the artifacts again
-            _log.error("cannot write the identity of the data directory: %s; no artifact is removed until then", error)
+        except OSError as error:  # the next garbage collection tries again
+            _log.error(
+                "cannot write the identity of the data directory: %s; no artifact is removed until it is written", error
+            )
             return
         if unclaimed:
             _log.warning(
@@ -242,7 +249,7 @@ class Engine:
             models=models,
             samplers=SamplerCache(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
-            # What features add.
+            # From optional features.
             observers=ResultObservers(store, observers),
             retention=Retention.collect(self.extensions),
             admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
@@ -257,17 +264,17 @@ class _Loop:
         self.refresh_admission()
 
         # Training. `micro_batch_tokens` is 0 if the backend does not report the size.
-        few_tokens = _MICRO_BATCHES_PER_BATCH * capabilities.micro_batch_tokens
+        batch_tokens = _MICRO_BATCHES_PER_BATCH * capabilities.micro_batch_tokens
         self.training = TrainingExecutor(context)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
-            max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
+            max_pass_tokens=min(batch_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
             admission=context.admission,
             fair_share=FairShare(lambda: context.admission.weights),
-            on_arrival=self.training.record_arrival,
+            on_credit_dropped=self.training.drop_credit,
         )
 
         # Sampling, and the intake that feeds both.
@@ -322,9 +329,10 @@ class _Loop:
         else:
             self._membership.discard_ended_models()
 
-        # Artifacts. Read new requests first, because garbage collection must keep what they name.
+        # Artifacts. Read new requests first, because garbage collection must keep the weight files
+        # that they refer to.
         has_read = self._intake.read(self._is_busy)
-        position = self._intake.complete_position
+        position = self._intake.complete_position  # requests after it may be unread for some owner
         housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
         context.ephemeral_samplers.retry_failed_writes()
 
@@ -341,7 +349,7 @@ class _Loop:
     def get_sample_load(self) -> engine_state.SampleLoad:
         """Return the load of the samples that this engine has read, for the status row.
 
-        The API adds the samples that arrived after `position`.
+        The API adds the bytes of the sample requests that it stored after `position`.
         """
         return engine_state.SampleLoad(
             position=self._intake.position,
@@ -382,7 +390,8 @@ class _Loop:
                     "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
                 },
             },
-            # Models and samplers on the device, and their maximum numbers.
+            # Models and samplers on the device, and their maximum numbers (`…_places`).
+            # `effects_since_snapshot`: how many requests have changed a model since its snapshot.
             places={
                 "models_resident": len(resident),
                 "models_places": context.capabilities.max_models,
@@ -398,12 +407,12 @@ class _Loop:
         """Read quotas again if they have changed."""
         admission = self._context.admission
         admission.refresh()
-        self._context.request_log.on_result = admission.record_end if admission.is_counting else None
+        self._context.request_log.on_result = admission.record_end if admission.is_counting_usage else None
 
     def list_pauses(self) -> Sequence[Pause]:
         """Return the pauses of owners whose requests wait because of a quota."""
         admission = self._context.admission
-        return admission.list_pauses() if admission.is_counting else ()
+        return admission.list_pauses() if admission.is_counting_usage else ()
 
     def _warn_about_meters(self, error: Exception) -> None:
         if not self._has_warned:
@@ -413,8 +422,9 @@ class _Loop:
     def compute_max_wait_s(self) -> float:
         """Return how many seconds the loop may wait for a wake-up.
 
-        The loop wakes up for the next gap timeout, and at least once a second. An engine that
-        shares its database wakes up more often, to check the other engines.
+        The loop wakes up when a request stops waiting for a missing sequence number (see
+        `gap_timeout_s`), and at least once a second. An engine that shares its database wakes up
+        more often, to check the other engines.
         """
         deadline = self._schedule.get_next_deadline()
         longest_s = _MAX_WAIT_S if not self._context.store.is_shared else membership.PERIOD_S
@@ -430,7 +440,7 @@ class _Loop:
         self._context.background_writer.drain()
         for model in self._context.models.list_resident():
             self._context.models.snapshot_and_wait(model)
-        self._context.background_writer.drain()  # remove the snapshots that the last ones replaced
+        self._context.background_writer.drain()  # delete the old snapshots that the new ones replaced
         self._context.request_log.wait_for_commits()
 
     def _run_device(self) -> bool:
@@ -457,9 +467,9 @@ class _Loop:
                 owners_with_long=training.owners_with_long,
             )
         if batch is not None:
-            training.start_scheduled(batch)
+            training.start_scheduled(batch)  # starts passes, but runs a request of another kind to its end
 
-        # A request that is no pass has already run. Running passes may get the next turn.
+        # After a request that is no pass, the running passes may get the next turn.
         if batch is not None and batch.requests[0].model_pass is None:
             self._is_turn_of_passes = training.has_turn_before(batch.requests[0].owner)
             return True

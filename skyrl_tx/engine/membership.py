@@ -43,8 +43,8 @@ The loop waits for the transaction, so it must be short.
 _ENDED = ("failed", "unloaded", "left", "expired")
 
 
-def reassign_last_run(store: Store) -> None:
-    """Give the work of the previous engine with this number to engines that are ready.
+def reassign_previous_work(store: Store) -> None:
+    """Move the models and requests of the previous engine with this number to ready engines.
 
     Called before this engine starts its backend, which takes long. Requests that may have caused
     the crash are not moved: this engine will run each of them alone.
@@ -131,7 +131,7 @@ class SampleBalancer:
         own = self.context.store.engine_number
 
         def work(tx: Session) -> list[RequestId]:
-            return placement.give_samples(tx, own, number, positions)
+            return placement.give_sample_requests(tx, own, number, positions)
 
         if positions and (given := self.context.store.write(work)):
             self.sampling.forget_given(given)

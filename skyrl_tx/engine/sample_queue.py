@@ -177,14 +177,14 @@ class SampleQueue:
                     continue
                 decision = self._admission.may_start(head)
                 if isinstance(decision, Wait):
-                    self._record_arrival(get_owner_key(head))  # blocked time earns no credit
+                    self._drop_credit(get_owner_key(head))  # blocked time earns no credit
                     continue
                 return Turn(head, decision.reason if isinstance(decision, Fail) else None)
         return None
 
     def is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a request that has not started waits because of a quota."""
-        return self._admission.is_counting and isinstance(self._admission.may_start(queued), Wait)
+        return self._admission.is_counting_usage and isinstance(self._admission.may_start(queued), Wait)
 
     def record_start(self, queued: QueuedRequest) -> None:
         """Record that a head starts its first samples, and overtakes the blocked queues."""
@@ -228,11 +228,11 @@ class SampleQueue:
         owner = get_owner_key(queued)
         if owner not in self._owners:
             self._owners[owner] = _OwnerQueues(next(self._turn_numbers))
-            self._record_arrival(owner)
+            self._drop_credit(owner)
         return self._owners[owner].queues.setdefault(get_queue_key(queued), deque())
 
-    def _record_arrival(self, owner: OwnerKey) -> None:
-        self._fair_share[owner.decodes].record_arrival(owner.owner)
+    def _drop_credit(self, owner: OwnerKey) -> None:
+        self._fair_share[owner.decodes].drop_credit(owner.owner)
 
     def _sort_owners(
         self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]

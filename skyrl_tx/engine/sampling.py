@@ -308,7 +308,7 @@ class SamplingExecutor:
 
     def _start_request(self, queued: QueuedRequest) -> _Running:
         """Make the head of a queue a running request. None of its samples is in the backend yet."""
-        if self._context.admission.is_counting:
+        if self._context.admission.is_counting_usage:
             self._context.admission.record_start(queued)
         self._queue.record_start(queued)
         cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner

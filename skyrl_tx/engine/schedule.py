@@ -22,14 +22,22 @@ from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 
 _MAX_OWNERS = 1024
-"""If there are this many virtual times, the ones without an effect are forgotten."""
+"""At this many owners, `FairShare` forgets owners that are not ahead of the current virtual time.
+
+A forgotten owner gets the current virtual time again with its next request.
+"""
 
 MAX_RUNNING_BATCHES = 4
 """How many batches of passes may run at the same time. Each keeps its gradients in memory.
 
-A long pass (more tokens than the budget) must leave a slot free for short passes. It must leave
-one more if its session is already running a long pass, and one more if its owner is and there are
-other owners. So neither an owner nor a session can occupy the device with long passes.
+A pass is a `forward` or `forward_backward` request. It is long if it has more tokens than the
+budget of a batch. A long pass must leave slots free for other passes:
+
+- one slot
+- a second one if its session is already running a long pass
+- another one if its owner is already running a long pass, and there are other owners
+
+So neither an owner nor a session can occupy the device with long passes.
 """
 
 _MAX_BATCH_REQUESTS = 32
@@ -51,7 +59,8 @@ class VirtualTime(NamedTuple):
     """
 
     is_last: bool
-    at: float
+    """Whether the owner has weight 0, so that it is served after the owners with a weight."""
+    work: float
 
 
 class FairShare:
@@ -63,9 +72,9 @@ class FairShare:
     def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
         self._weights = weights
         self._times: dict[str, VirtualTime] = {}
-        # Virtual times at which work was last started, by `is_last`: False for owners with a weight
-        # above 0.
-        self._started = {False: 0.0, True: 0.0}
+        # The current virtual time: the highest one at which work was started. It is separate for
+        # owners with a weight above 0 (key False) and owners of weight 0 (key True).
+        self._current = {False: 0.0, True: 0.0}
 
     @property
     def is_weighted(self) -> bool:
@@ -80,28 +89,29 @@ class FairShare:
         """Return the virtual time of an owner."""
         is_last, recorded = self.get_weight(owner) == 0, self._times.get(owner)
         if recorded is None or recorded.is_last != is_last:  # a new owner, or its weight has become 0 or was 0
-            return VirtualTime(is_last, self._started[is_last])
+            return VirtualTime(is_last, self._current[is_last])
         return recorded
 
     def reset(self) -> None:
         """Forget all virtual times."""
         self._times.clear()
-        self._started = {False: 0.0, True: 0.0}
+        self._current = {False: 0.0, True: 0.0}
 
-    def record_arrival(self, owner: str) -> None:
-        """Record that an owner has new work, or is blocked.
+    def drop_credit(self, owner: str) -> None:
+        """Raise the virtual time of an owner to the current one, so that it has no credit.
 
-        Idle or blocked time earns no credit.
+        Called when an idle owner has a new request, and while an owner waits, for example for a
+        quota. Idle time and time spent waiting earn no credit.
         """
         if len(self._times) >= _MAX_OWNERS:
-            self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
+            self._times = {name: time for name, time in self._times.items() if time.work > self._current[time.is_last]}
         is_last, at = self.get_virtual_time(owner)
-        self._times[owner] = VirtualTime(is_last, max(at, self._started[is_last]))
+        self._times[owner] = VirtualTime(is_last, max(at, self._current[is_last]))
 
     def charge(self, owner: str, amount: float) -> None:
         """Charge an owner for work that starts now, for example its number of tokens."""
         is_last, start = self.get_virtual_time(owner)
-        self._started[is_last] = max(self._started[is_last], start)
+        self._current[is_last] = max(self._current[is_last], start)
         self._times[owner] = VirtualTime(is_last, start + amount / (self.get_weight(owner) or 1))
 
 
@@ -153,10 +163,10 @@ class Schedule:
     admission: Admission = field(default_factory=Admission)
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens charged to each owner. Unused while there is only one owner."""
-    on_arrival: Callable[[str], None] = lambda owner: None
-    """Called with an owner when it has its first request, and while it waits for a quota or gap.
+    on_credit_dropped: Callable[[str], None] = lambda owner: None
+    """Called with an owner when `fair_share` drops its credit (see `FairShare.drop_credit`).
 
-    Only if there are other owners. Fair sharing then gives the owner no credit for the past.
+    Other fair shares can then do the same. Not called while there is only one owner.
     """
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
@@ -191,7 +201,7 @@ class Schedule:
     def forget_idle_models(self, active: Collection[ModelId]) -> None:
         """Remove the queues of models that have no waiting request and are not `active`.
 
-        Before such a model is added again, the results of its requests must have been committed.
+        The caller must not add such a model again before the results of its requests are committed.
         """
         for model_id in self._queues.keys() - self._waiting.keys() - set(active):
             del self._queues[model_id]
@@ -207,8 +217,8 @@ class Schedule:
         queue = self._waiting[queued.model_id] = self._queues[queued.model_id]
         queue.add(queued)
         self._last_served_by_owner.setdefault(queue.owner, 0)
-        if self.is_shared and not self._num_requests[queue.owner]:
-            self._record_arrival(queue.owner)
+        if not self._num_requests[queue.owner]:  # the owner was idle
+            self._drop_credit(queue.owner)
         self._num_requests[queue.owner] += 1
         self.num_bytes_by_owner[queue.owner] += queued.num_bytes
 
@@ -238,8 +248,8 @@ class Schedule:
 
         for queue in turns:
             first = self._find_runnable(queue, now)
-            if first is None:
-                self._drop_unused_share(queue)
+            if first is None:  # the owner waits for a missing sequence number or a quota
+                self._drop_credit(queue.owner)
                 continue
 
             # A request that arrived too late fails now.
@@ -258,7 +268,7 @@ class Schedule:
             # Admission may let the request start, wait or fail.
             decision = self.admission.may_start(first)
             if isinstance(decision, Wait):
-                self._drop_unused_share(queue)
+                self._drop_credit(queue.owner)
                 continue
             if isinstance(decision, Fail):
                 return ScheduledBatch((self._take_request(queue, first),), failure=decision.reason)
@@ -283,7 +293,7 @@ class Schedule:
     @property
     def num_paused(self) -> int:
         """Number of requests that wait because of a quota, or behind such a request."""
-        if not self.admission.is_counting:
+        if not self.admission.is_counting_usage:
             return 0
         firsts = ((queue.first, len(queue)) for queue in self._waiting.values())
         return sum(count for first, count in firsts if first is not None and self._is_paused(first))
@@ -295,18 +305,14 @@ class Schedule:
             default=None,
         )
 
-    def _drop_unused_share(self, queue: "_ModelQueue") -> None:
-        """Record that an owner waits for a quota or a gap: blocked time earns no credit."""
-        if self.is_shared:
-            self._record_arrival(queue.owner)
-
     def _is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a pass waits because of a quota. Its body need not have been read."""
         return queued.kind == "model_pass" and isinstance(self.admission.may_start(queued), Wait)
 
-    def _record_arrival(self, owner: str) -> None:
-        self.fair_share.record_arrival(owner)
-        self.on_arrival(owner)
+    def _drop_credit(self, owner: str) -> None:
+        if self.is_shared:
+            self.fair_share.drop_credit(owner)
+            self.on_credit_dropped(owner)
 
     def _order_queues(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
         """Return the queues with requests: one of each owner, then a second one, and so on.
@@ -318,8 +324,9 @@ class Schedule:
         waiting.sort(key=lambda queue: queue.last_served)
         if not self.is_shared:
             return waiting
-        # Sort by weight 0, the queue's number among the queues of its owner, virtual time, and last
-        # turn of the owner.
+        # Owners with a weight come first, then owners of weight 0. Both are served in rounds: the
+        # first queue of each owner, then the second queue of each, and so on. Within a round, sort by
+        # the owner's virtual time, and then by the owner's last turn.
         num_before: Counter[str] = Counter()
         ranks: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
@@ -335,8 +342,8 @@ class Schedule:
     ) -> Iterator[QueuedRequest]:
         """Yield `first` and more passes of the same direction, within the token budget of a batch.
 
-        If owners have unequal weights, a batch contains requests of one owner only, because the
-        device's time is divided among batches.
+        If owners have unequal weights, a batch contains requests of one owner only. Batches take
+        turns on the device, so owners in one batch would be served at the same rate.
         """
         assert first.model_pass is not None
         if self.is_shared and self.fair_share.is_weighted:
@@ -372,7 +379,7 @@ class Schedule:
         head = queue.find_runnable(now, self.gap_timeout_s)
         if head is None or not head.num_deferred_bytes:
             return head
-        if self.admission.is_counting and self._is_paused(head):  # do not read the body of a paused request
+        if self.admission.is_counting_usage and self._is_paused(head):  # do not read the body of a paused request
             return None
         deferred = queue.find_deferred(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
@@ -394,7 +401,7 @@ class Schedule:
         return queued
 
     def _start_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
-        if self.admission.is_counting:
+        if self.admission.is_counting_usage:
             self.admission.record_start(queued)
         return self._take_request(queue, queued)
 

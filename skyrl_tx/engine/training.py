@@ -84,14 +84,14 @@ class TrainingExecutor:
             self._fair_share.reset()
         self._is_shared = is_shared
 
-    def record_arrival(self, owner: str) -> None:
-        """Record that an owner has requests again.
+    def drop_credit(self, owner: str) -> None:
+        """Drop the credit of an owner that was idle or waited, see `FairShare.drop_credit`.
 
         An owner with running batches keeps its virtual time: its requests may just have waited for
         those batches.
         """
         if owner not in self._batches:
-            self._fair_share.record_arrival(owner)
+            self._fair_share.drop_credit(owner)
 
     def has_turn_before(self, owner: str) -> bool:
         """Whether running batches come before the next request of an owner that is no pass."""

@@ -94,10 +94,10 @@ class _NoteRemoved(argparse.Action):
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), self.const])
 
 
-def add_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
-    """Accept the flags of removed settings.
+def accept_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
+    """Let a parser accept the flags of removed settings, hidden from --help.
 
-    The parsed arguments have their names in `removed_settings`.
+    The parsed arguments have the names of the given ones in `removed_settings`.
     """
     for name in _REMOVED:
         if not exists(name):

@@ -4,9 +4,12 @@ Differences between families are data in `ModelConfig`.
 
 `forward` runs whole sequences for training, `prefill` runs a chunk of prompts, and `decode_step`
 runs one new token per row. All three call `_run_layers` with their own `_LayerMode`.
-`skyrl_tx.models.family` lists the functions of the interface.
+`skyrl_tx.models.family` lists the functions that the backend calls, with their shapes.
 
-Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S rows of a decode step.
+A group of layers repeats a cycle of blocks, for example three delta nets and one attention. The
+layers at the same place in the cycle form a stack: here a group has four stacks. See `config.Group`.
+
+Legend: B batch, T tokens, D embed, V vocab, M pages of a row, S rows of a decode step.
 """
 
 import math
@@ -61,7 +64,7 @@ def forward(
         config: the model's configuration.
         inputs: tokens [B, T], or embeddings [B, T, D].
         adapter: one adapter for all rows, or a pool of adapters with `slots`; None is the base
-            model.
+            model. A `CutAdapter` is one adapter in the layout that gradients are added to.
         slots: the adapter slot of each row.
         start_BT: `start_BT[b, t]` is the index in row b at which the sequence of token t begins.
             Needed if a row contains multiple sequences.
@@ -69,7 +72,7 @@ def forward(
         remat: the activation checkpointing of each layer.
     """
     if position_BT is None:
-        index = jnp.arange(inputs.shape[1])  # [T]; minus the starts it is [B, T]
+        index = jnp.arange(inputs.shape[1])  # [T]; subtracting start_BT broadcasts it to [B, T]
         position_BT = index if start_BT is None else index - start_BT
     prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
     context = replace(_make_context(params, config, position_BT), start_BT=start_BT, prepared=prepared)
@@ -77,6 +80,7 @@ def forward(
     def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.forward(x_BTD, params, adapters, context), None
 
+    # On a single device, `joins` lets a layer multiply its weight and its adapter in one product.
     adapters = GroupAdapters.from_adapter(config, adapter, slots, joins=not context.layout.is_sharded)
     mode = _LayerMode(config, context, mix_rows, remat)
     x_BTD, _ = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters)
@@ -128,13 +132,13 @@ def prefill(
     states, (num_rows, num_tokens) = read_states(cache, table, context.layout), inputs.shape[:2]
     if params.has_separate_layers:
         states = tuple(map(unstack_layers, states))
-    x_BTD, kept = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters, states)
+    x_BTD, new_entries = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters, states)
 
     # Write the new keys, values and states of the chunk.
     num_new = jnp.int32(num_tokens) if size is None else size
     start_B = jnp.broadcast_to(start, (num_rows,))
-    grown = write_cache(cache, kept, table, start_B, num_new, context.layout)
-    return _apply_final_norm(params, config, x_BTD), constrain_cache(context.layout, config, grown)
+    updated_cache = write_cache(cache, new_entries, table, start_B, num_new, context.layout)
+    return _apply_final_norm(params, config, x_BTD), constrain_cache(context.layout, config, updated_cache)
 
 
 def decode_step(
@@ -150,8 +154,8 @@ def decode_step(
     """Run one token per row: return hidden states [S, D] and the cache with the token appended.
 
     Row s attends to its cached tokens and to the new token. `position_S` are RoPE positions; by
-    default each token has its index in the sequence. If the cache is a tuple of separate layers,
-    `params` must have separate layers too.
+    default each token has its index in the sequence. If the stacks of `cache.live` are tuples of
+    separate layers, `params` must have separate layers too.
     """
     context = _make_context(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
 
@@ -160,6 +164,7 @@ def decode_step(
 
     mode = _LayerMode(config, context, mix_token, RematPolicy.NONE, cache.get_layer)
     adapters = GroupAdapters.from_adapter(config, adapter, slots)
+    # The states of recurrent layers. They are called `fixed`, because their size does not grow.
     states = tuple(
         tuple(layer.fixed for layer in stack) if isinstance(stack, tuple) else stack.fixed for stack in cache.live
     )
@@ -177,11 +182,13 @@ def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.
     way the embedding table is not moved.
     """
     x = params.embed[tokens].astype(jnp.float32)
-    # The factor is rounded to the type of the weights, as in the published models: 55.5 instead of
-    # 55.43.
+    # The factor is rounded to the type of the weights, as in the published models. For example, with
+    # hidden size 3072 it is 55.5 in bfloat16 instead of 55.43.
     if config.scales_embeddings:
         x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
 
+    # Exchange in two steps: from shards of D to shards of the rows, and then `constrain_hidden` also
+    # splits the rows among the devices of an expert group (mesh axis `ep`).
     between = [None] * (x.ndim - 2)
     x = params.layout.constrain(x, None, *between, "embed")
     if not params.layout.shards_rows:
@@ -204,17 +211,15 @@ def _apply_final_norm(params: DecoderParams, config: ModelConfig, x_BTD: jax.Arr
 
 def _make_context(params: DecoderParams, config: ModelConfig, position: jax.Array) -> LayerContext:
     """Return the context that all layers share: layout, kernels, and the angles of every RoPE."""
-    rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers)
-    angles = {
-        rotation: rotation[0].compute_angles(position, rotation[1]) for rotation in rotations if rotation is not None
-    }
+    rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers if mixer.rotation is not None)
+    angles = {(rope, num_dims): rope.compute_angles(position, num_dims) for rope, num_dims in rotations}
     return LayerContext(params.layout, angles, kernels=params.kernels)
 
 
 def constrain_cache(
     layout: Layout, config: ModelConfig, cache: tuple[LayerCache | tuple[LayerCache, ...], ...]
 ) -> tuple[Any, ...]:
-    """Apply the sharding of the cache to a whole cache or to the changes of a decode slice.
+    """Apply the sharding of the cache to a whole cache, or to what a decode slice has added.
 
     Each entry of `cache` is a stack of layers, or a tuple of separate layers.
     """
@@ -255,16 +260,16 @@ class _LayerMode:
     def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
         """Return `x` plus the outputs of one block, and the new cache entries of its mixer."""
         x = constrain_hidden(self.context.layout, x)
-        epsilon, kept = self.config.norm_epsilon, LayerCache()
+        epsilon, new_entries = self.config.norm_epsilon, LayerCache()
         mixer_output_norm, mlp_output_norm = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
             normed = rms_norm(x, params["attn_norm"], epsilon)
-            mixed, kept = self.mix(block.mixer, normed, params, adapters, layer_cache)
+            mixed, new_entries = self.mix(block.mixer, normed, params, adapters, layer_cache)
             x = _add_output(x, mixed, mixer_output_norm, epsilon)
         if block.feed_forward is not None:
             y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.context)
             x = _add_output(x, y, mlp_output_norm, epsilon)
-        return x, kept
+        return x, new_entries
 
 
 def _gather_params(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
@@ -276,7 +281,8 @@ def _gather_params(block: Block, params: LayerParams, layout: Layout) -> LayerPa
 def _find_unsliced_params(block: Block, context: LayerContext) -> frozenset[str]:
     """Return the names of parameters that stay stacked because a kernel indexes the stack.
 
-    These are the maps of experts. Slicing them in the loop would copy the experts of each layer.
+    These are the weight matrices of experts. Slicing them in the loop would copy the experts of
+    each layer.
     """
     if context.kernels.experts is None or context.layout.num_shards("embed") > 1:
         return frozenset()
@@ -286,8 +292,9 @@ def _find_unsliced_params(block: Block, context: LayerContext) -> frozenset[str]
 def _add_output(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
     """Return `x` plus the output of a part. The output first passes a norm if the part has one.
 
-    With a norm, the sum uses `add_unfused`. Otherwise XLA on CPU fuses norm and sum in programs
-    without a gradient, and their results differ in the last bits.
+    The sum of `x` and a norm uses `add_unfused`. With a plain sum, XLA on CPU would fuse norm and
+    sum, but only in programs without a gradient. The results of programs with and without a
+    gradient would then differ in the last bits.
     """
     return x + output if norm is None else add_unfused(x, rms_norm(output, norm, epsilon))
 
@@ -301,16 +308,16 @@ def _run_layers(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Run `x` through all layers, with one loop per group.
 
-    Returns the hidden states, and by stack the new cache entries of the mixers. `states` are the
-    states of recurrent layers before the call, by stack.
+    Returns the hidden states, and the new cache entries of the mixers, one per stack. `states` are
+    the states of recurrent layers before the call, one per stack.
     """
-    kept: list[Any] = []
+    new_entries: list[Any] = []
     for group, group_adapters in zip(mode.config.groups, adapters, strict=True):
-        first, last = len(kept), len(kept) + len(group.stacks)
+        first, last = len(new_entries), len(new_entries) + len(group.stacks)
         group_states = ((),) * len(group.stacks) if states is None else states[first:last]
         x, new = _run_group(mode, x, group, first, params, group_adapters, group_states)
-        kept += new
-    return x, tuple(kept)
+        new_entries += new
+    return x, tuple(new_entries)
 
 
 def _run_group(
@@ -322,9 +329,9 @@ def _run_group(
     adapters: GroupAdapters,
     states: tuple[Any, ...],
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Run `x` through one group, whose first stack has the number `first`.
+    """Run `x` through one group. `first` is the index of its first stack among all stacks.
 
-    Returns the hidden states, and by stack the new cache entries.
+    Returns the hidden states, and the new cache entries, one per stack.
 
     Stacked layers run in a loop (`jax.lax.scan`), so the compile time does not grow with the number
     of layers. Layers that are a tuple are unrolled, and their cache entries are a tuple too. This
@@ -336,7 +343,7 @@ def _run_group(
         _find_unsliced_params(stack.block, mode.context) if stacked else frozenset[str]() for stack in group.stacks
     ]
 
-    # One function per position in the cycle of blocks.
+    # One function per block of the cycle.
     def make_layer(index: int):
         block = group.stacks[index].block
 
@@ -353,11 +360,11 @@ def _run_group(
 
     def run_cycle(x: jax.Array, sliced: Any) -> tuple[jax.Array, tuple[Any, ...]]:
         cycle_params, pairs, cycle_states, repeat = sliced
-        kept: list[Any] = []
+        new_entries: list[Any] = []
         for run, layer_params, state in zip(run_layer, cycle_params, cycle_states, strict=True):
             x, new = run(x, layer_params, pairs, state, repeat)
-            kept.append(new)
-        return x, tuple(kept)
+            new_entries.append(new)
+        return x, tuple(new_entries)
 
     pairs = adapters.get_pairs()
 
@@ -382,7 +389,7 @@ def _run_group(
         x, new = run_cycle(x, (cycle_params, repeat_pairs, cycle_states, repeat))
         by_repeat.append(new)
     by_stack = zip(group.stacks, zip(*by_repeat, strict=True), strict=True)
-    return x, tuple(LayerCache() if stack.block.mixer is None else kept for stack, kept in by_stack)
+    return x, tuple(LayerCache() if stack.block.mixer is None else new_entries for stack, new_entries in by_stack)
 
 
 def logits(
@@ -411,10 +418,11 @@ def target_logprobs(
 
     Logits are computed in chunks, so an array [B, T, V] never exists.
     """
-    rows, layout = select_unembed_adapter(adapter, slots), params.layout
+    row_adapter, layout = select_unembed_adapter(adapter, slots), params.layout
+    # The loop over chunks of tokens uses all devices only if each shard of a row is a row of its own.
     hidden, split_targets = (layout.split_shards(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
-    result = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, rows, chunk=chunk)
+    result = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, row_adapter, chunk=chunk)
     return layout.merge_shards(result, targets.shape[0])
 
 
@@ -427,16 +435,16 @@ def loss_and_gradient(
     inputs: Any,
     total: LoraPair,
 ) -> tuple[Any, jax.Array, LoraPair]:
-    """Return a loss, d loss / d hidden, and the gradient of the unembedding's adapter.
+    """Return the outputs of `loss`, d loss / d hidden, and the new gradient sum of the adapter.
 
-    The gradient of the adapter is added to `total`. `loss` and `inputs` are passed to
-    `layers.logprobs.loss_and_gradient`.
+    The new sum is `total` plus the gradient of the unembedding's adapter. `loss` and `inputs` are
+    passed to `layers.logprobs.loss_and_gradient`.
     """
-    rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
+    row_adapter, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
     hidden, split_targets, inputs = jax.tree.map(layout.split_shards, (hidden_BTD, targets, inputs))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
     *by_row, total = logprobs.loss_and_gradient(
-        hidden, _gather_unembedding(params), split_targets, rows, loss, inputs, total, chunk=chunk
+        hidden, _gather_unembedding(params), split_targets, row_adapter, loss, inputs, total, chunk=chunk
     )
     outputs, d_hidden_BTD = jax.tree.map(partial(layout.merge_shards, num_rows=targets.shape[0]), by_row)
     return outputs, d_hidden_BTD, total

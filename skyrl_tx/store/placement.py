@@ -2,8 +2,9 @@
 
 A model in training and its requests belong to one engine. When an engine has ended, its models and
 open requests are moved to the other engines in one transaction. Their new engines restore the
-models from snapshot and log, as after a crash. A moved request gets a new position, so that its new
-engine reads it like a new request.
+models from snapshot and log, as after a crash. Engines read requests in the order of
+`RequestRow.position`. A moved request gets a new, higher position, so its new engine reads it like
+a new request.
 """
 
 from collections import Counter
@@ -20,21 +21,23 @@ from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 RECENT_S = 600.0
-"""Models without a request for this time do not count as load of their engine."""
+"""A model that has had no request for this many seconds does not count as load of its engine."""
 QUARANTINE_S = 60.0
 """How long quarantined requests wait for a restart of their engine, see `move`.
 
 Then they move as well.
 """
 _MAX_MOVED_ATTEMPTS = 1
+"""A request that was started more often may have caused the end of its engine, see `move`."""
 _LIVE = ("creating", "ready")
 
 
 def choose_engine(tx: Session) -> int:
     """Return the number of the engine for a new model.
 
-    This is the ready engine with the fewest recent models per adapter slot. If no engine is ready,
-    this is the engine that published its status last, because it is likely to be ready soon.
+    This is the ready engine with the fewest recent models, relative to the number of models that
+    its device can hold. If no engine is ready, this is the engine that published its status most
+    recently, because it is likely to be ready soon.
     """
     rows = engine_state.list_engines(tx)
     if len(rows) < 2:
@@ -65,7 +68,7 @@ def count_models(tx: Session, now: float) -> Counter[int]:
     return Counter(dict(execute(tx, _MODEL_COUNTS, {"after": now - RECENT_S}).all()))
 
 
-_ADDRESSED = (
+_ENGINES_WITH_WORK = (
     select(col(ModelRow.engine))
     .where(col(ModelRow.status).in_(_LIVE))
     .union(select(col(RequestRow.engine)).where(IS_OPEN))
@@ -74,7 +77,7 @@ _ADDRESSED = (
 
 def find_ended(tx: Session) -> set[int]:
     """Return the engine numbers with models or open requests whose engine is not running."""
-    return {number for (number,) in execute(tx, _ADDRESSED)} - leases.get_holders(tx).keys()
+    return {number for (number,) in execute(tx, _ENGINES_WITH_WORK)} - leases.get_holders(tx).keys()
 
 
 @dataclass(slots=True)
@@ -86,7 +89,10 @@ class MoveResult:
     num_requests: int = 0
     """Number of moved requests."""
     num_quarantined: int = 0
-    """Number of requests that were not moved because they may have ended the engine."""
+    """Number of requests that were not moved.
+
+    These are requests that may have caused the end of the engine, and other requests of their models.
+    """
 
 
 _LIVE_MODELS = (
@@ -122,7 +128,8 @@ _SET_REQUEST = text(
 )
 """Moves a request.
 
-`is_alone` is reset, so that a crash of the new engine does not count for the request.
+`is_alone` says that nothing else ran on the device. It is reset, because otherwise a crash of the
+new engine would be counted as a crash that this request caused.
 """
 
 
@@ -137,7 +144,10 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
     The least loaded engine gets the next model or request. A request may have caused the end of the
     engine if it was running alone, or if it had been started twice. Such a request and its model
     are quarantined: they are not moved, and an engine that starts with the same number runs the
-    request alone. By default this applies until the engine has been silent for `QUARANTINE_S`.
+    request alone.
+
+    `quarantine` says whether requests and models are quarantined. By default they are quarantined
+    only while the last status of the ended engine is younger than `QUARANTINE_S`.
     """
     now, row = engine_state.get_shared_time(tx), tx.get(EngineStateRow, number)
     if quarantine is None:
@@ -184,19 +194,19 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
 
 _GIVE_REQUESTS = text(
     "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position'))"
-    " WHERE position = ANY(:positions) AND engine = :own AND status = 'open' RETURNING request_id"
+    " WHERE position = ANY(:positions) AND engine = :giver AND status = 'open' RETURNING request_id"
 )
 
 
-def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> list[RequestId]:
-    """Give requests that have not started to an idle engine, and return their ids.
+def give_sample_requests(tx: Session, giver: int, to: int, positions: Sequence[int]) -> list[RequestId]:
+    """Move waiting sample requests to an idle engine, and return their ids.
 
-    A request that was cancelled meanwhile is left out. Nothing is given if the engine `to` is not
+    A request that was cancelled meanwhile is left out. Nothing is moved if the engine `to` is not
     ready or has open requests.
 
     Args:
         tx: The transaction.
-        own: Number of the engine that gives the requests.
+        giver: Number of the engine that gives the requests. It has not started them.
         to: Number of the idle engine.
         positions: Positions of the requests.
     """
@@ -205,7 +215,7 @@ def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> li
         return []
     if execute(tx, _ANY_OPEN_BY_ENGINE, {"engine": to}).first() is not None:
         return []
-    given = execute(tx, _GIVE_REQUESTS, {"own": own, "to": to, "positions": list(positions)})
+    given = execute(tx, _GIVE_REQUESTS, {"giver": giver, "to": to, "positions": list(positions)})
     leases.notify_engines(tx)
     return [RequestId(name) for (name,) in given]
 

@@ -16,9 +16,10 @@ from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
 from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
 
-_COMMANDS = "skyrl_tx.tools.commands"
+_COMMANDS_PACKAGE = "skyrl_tx.tools.commands"
 
-TOOLS = (
+# `code` is the import path `module:function` of the function that adds the command's arguments.
+BUILT_IN_COMMANDS = (
     Command(
         name="serve",
         help="serve a model: run the HTTP API in this process and the engine in a child process",
@@ -53,55 +54,55 @@ TOOLS = (
         name="runs",
         help="list, show, delete and undelete training runs",
         group="weights",
-        code=f"{_COMMANDS}.runs:add_run_arguments",
+        code=f"{_COMMANDS_PACKAGE}.runs:add_run_arguments",
     ),
     Command(
         name="checkpoints",
         help="list, delete and undelete checkpoints, or change when they expire",
         group="weights",
-        code=f"{_COMMANDS}.runs:add_checkpoint_arguments",
+        code=f"{_COMMANDS_PACKAGE}.runs:add_checkpoint_arguments",
     ),
     Command(
         name="export",
         help="export a checkpoint as a PEFT adapter, or as a full model with the adapter merged in",
         group="weights",
-        code=f"{_COMMANDS}.adapters:add_export_arguments",
+        code=f"{_COMMANDS_PACKAGE}.adapters:add_export_arguments",
     ),
     Command(
         name="import",
         help="import a PEFT adapter as a checkpoint",
         group="weights",
-        code=f"{_COMMANDS}.adapters:add_import_arguments",
+        code=f"{_COMMANDS_PACKAGE}.adapters:add_import_arguments",
     ),
     Command(
         name="recover",
         help="restore checkpoints from the trash, or re-register checkpoints missing from the database",
         group="weights",
-        code=f"{_COMMANDS}.recover:add_arguments",
+        code=f"{_COMMANDS_PACKAGE}.recover:add_arguments",
     ),
     Command(
         name="keys",
         help="create, list, rotate and revoke API keys",
         group="administration",
-        code=f"{_COMMANDS}.keys:add_arguments",
+        code=f"{_COMMANDS_PACKAGE}.keys:add_arguments",
     ),
     Command(
         name="backup",
         help="back up the database and the weights (the server may keep running)",
         group="administration",
-        code=f"{_COMMANDS}.backup:add_backup_arguments",
+        code=f"{_COMMANDS_PACKAGE}.backup:add_backup_arguments",
     ),
     Command(
         name="restore",
         help="create a data directory from a backup",
         group="administration",
-        code=f"{_COMMANDS}.backup:add_restore_arguments",
+        code=f"{_COMMANDS_PACKAGE}.backup:add_restore_arguments",
     ),
     Command(
         name="status",
         help="show the state of a server, even if it is not running",
         group="diagnosis",
-        code=f"{_COMMANDS}.status:add_arguments",
+        code=f"{_COMMANDS_PACKAGE}.status:add_arguments",
     ),
     Command(
         name="doctor",
@@ -116,7 +117,9 @@ TOOLS = (
         code="skyrl_tx.tools.plan.command:add_arguments",
     ),
 )
-COMMANDS = {command.name: command for command in (*TOOLS, *(command for app in APPS for command in app.commands))}
+COMMANDS = {
+    command.name: command for command in (*BUILT_IN_COMMANDS, *(command for app in APPS for command in app.commands))
+}
 
 _ARGCOMPLETE = "_ARGCOMPLETE"
 """The environment variable that the shell sets when it asks this program to complete a command line."""
@@ -149,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, given: Sequence[str]) -> int:
     try:
+        # The parser needs the words too: the flags of `serve` depend on the words --backend and --sampler.
         arguments = command.make_parser(given).parse_args(given)
         status: int | None = arguments.run(arguments)
         sys.stdout.flush()
@@ -209,6 +213,7 @@ def _complete(words: Sequence[str]) -> None:
         command_parser = parsers.add_parser(command.name, help=command.help)
         if words and words[0] == command.name:
             command_parser.given = words[1:]
-            with suppress(CommandError):  # an invalid setting on the line; complete without the flags
+            # If a setting on the command line is invalid, complete only the names of the commands.
+            with suppress(CommandError):
                 command.add_arguments(command_parser)
     argcomplete.autocomplete(parser)

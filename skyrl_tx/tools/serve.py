@@ -1,7 +1,8 @@
 """The commands `serve`, `api`, `engine` and `quickstart`, whose flags are generated from settings classes.
 
-`serve`, `api` and `engine` start parts of a server, `quickstart` runs a demo. The flags of a server depend on its
-backend and sampler, so `add_settings` finds out which ones the operator chose before it adds the other flags.
+`serve` starts a server, `api` and `engine` start one part of it, and `quickstart` runs a demo. The
+flags of a server depend on its backend and sampler, so `add_settings` finds out which ones the
+operator chose before it adds the other flags.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.compose import APP_SETTINGS, APPS
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
-from skyrl_tx.launch.removed_settings import add_removed_flags, describe_removed
+from skyrl_tx.launch.removed_settings import accept_removed_flags, describe_removed
 from skyrl_tx.launch.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -65,15 +66,15 @@ def add_engine_arguments(parser: CommandParser) -> None:
 
 def _add_server_arguments(parser: CommandParser, command: str) -> None:
     parser.usage, parser.epilog = f"skyrl-tx {command} --base-model MODEL [flags]", _EPILOG
-    read = add_settings(parser)
-    parser.set_defaults(run=lambda arguments: _run_server(command, read(arguments)))
+    make_settings = add_settings(parser)
+    parser.set_defaults(run=lambda arguments: _run_server(command, make_settings(arguments)))
 
 
 def add_quickstart_arguments(parser: CommandParser) -> None:
     """Add the arguments of `quickstart`."""
     parser.usage = "skyrl-tx quickstart [flags]"
-    read = _add_fields(parser, QuickstartSettings)
-    parser.set_defaults(run=lambda arguments: _run_quickstart(read(arguments)))
+    make_settings = _add_fields(parser, QuickstartSettings)
+    parser.set_defaults(run=lambda arguments: _run_quickstart(make_settings(arguments)))
 
 
 def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ServerSettings:
@@ -86,8 +87,8 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
         SystemExit: for --help and unknown flags.
     """
     parser = CommandParser(arguments, prog=f"skyrl-tx {command}")
-    read = add_settings(parser, defaults)
-    return read(parser.parse_args(arguments))
+    make_settings = add_settings(parser, defaults)
+    return make_settings(parser.parse_args(arguments))
 
 
 def add_settings(
@@ -95,12 +96,14 @@ def add_settings(
 ) -> Callable[[argparse.Namespace], ServerSettings]:
     """Add the flags of a server to a parser.
 
-    Returns a function that merges the parsed flags with environment variables and the settings file. `defaults` apply
-    where none of these sets a value. Which flags exist depends on the chosen backend and sampler.
+    Returns a function that makes the settings: it merges the parsed flags with environment
+    variables and the settings file. `defaults` apply where none of these sets a value. Which flags
+    exist depends on the chosen backend and sampler.
 
     Both this function and the returned function raise SettingsError, which names each invalid setting.
     """
-    removed = check_environment(os.environ, APP_SETTINGS)
+    # Names of settings that earlier releases had. They still may be set, and only cause a warning.
+    removed_names = check_environment(os.environ, APP_SETTINGS)
 
     # Find out which backend and sampler were chosen.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -121,27 +124,27 @@ def add_settings(
         raise SettingsError(f"--sampler: {error}") from error
 
     # Add the flags of the server, the backend, the sampler and the apps.
-    composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
-    read_fields = _add_fields(parser, composed)
-    add_removed_flags(parser, partial(has_setting, composed))
+    composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed_names.extend)
+    merge_fields = _add_fields(parser, composed)
+    accept_removed_flags(parser, partial(has_setting, composed))
 
-    def read(arguments: argparse.Namespace) -> ServerSettings:
-        settings = read_fields(arguments)
-        for warning in describe_removed([*arguments.removed_settings, *removed]):
+    def make_settings(arguments: argparse.Namespace) -> ServerSettings:
+        settings = merge_fields(arguments)
+        for warning in describe_removed([*arguments.removed_settings, *removed_names]):
             print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
         return settings
 
-    return read
+    return make_settings
 
 
 def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.Namespace], S]:
     """Add a flag for each field of a settings class.
 
-    Returns a function that merges the parsed flags with the other sources of settings.
+    Returns a function that makes the settings from the parsed flags and the other sources.
     """
     source = CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)
 
-    def read(arguments: argparse.Namespace) -> S:
+    def make_settings(arguments: argparse.Namespace) -> S:
         given = {
             name: value for name, value in vars(arguments).items() if name.partition(".")[0] in settings.model_fields
         }
@@ -151,7 +154,7 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
         except ValidationError as error:
             raise SettingsError(describe_validation_error(error)) from error
 
-    return read
+    return make_settings
 
 
 def _run_server(command: str, settings: ServerSettings) -> int:
@@ -168,6 +171,7 @@ def _run_server(command: str, settings: ServerSettings) -> int:
             case "api":
                 return supervisor.serve_api(settings, APPS)
             case "engine":
+                # Execute this process again, once: glibc reads its setting for huge pages only at the start.
                 restart_with_huge_pages()
                 return supervisor.serve_engine(settings, APPS)
             case _:
@@ -177,9 +181,10 @@ def _run_server(command: str, settings: ServerSettings) -> int:
 
 
 def resolve_tiny_model(settings: ServerSettings) -> ServerSettings:
-    """Replace the base model `tiny` by the path of its files, and serve it under the name `tiny`.
+    """Replace the name of a built-in tiny model, for example `tiny`, by the path of its files.
 
-    The first call writes the files into `<data_dir>/models/tiny`. Other base models are left as they are.
+    Clients still use the name, unless `served_model_name` is set. The first call writes the files
+    into `<data_dir>/models/<name>`. Other base models are left as they are.
     """
     name = settings.base_model
     if name not in TINY_MODELS:

@@ -8,12 +8,12 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
-from skyrl_tx.apps.chat.message import Part, Piece
+from skyrl_tx.apps.chat.message import Part, TextPart
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import (
     ChatReply,
-    Object,
+    JsonObject,
     encode_event,
     get_service,
     make_json_response,
@@ -39,7 +39,7 @@ async def count_tokens(request: Request) -> Response:
     def count(call: ApiCall) -> int:
         parsed = call.body.parse_model(CountTokensRequest)
         call.check_unknown(parsed)
-        find_weights(call, parsed.model)
+        find_weights(call, parsed.model)  # raises ApiError 404 if the model does not exist
         return len(_render(service, call, parsed).tokens)
 
     _, number = await read_request(request, count)
@@ -47,7 +47,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _prepare(service: ChatService, call: ApiCall) -> "_Message":
-    """Check a request and render its prompt.
+    """Check a request, render its prompt, and return the object that will build the reply.
 
     Raises ApiError or UserError if the request cannot be served.
     """
@@ -122,7 +122,10 @@ def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) ->
 
 
 class _Message(ChatReply):
-    """Builds the message that answers a request, whole or as a stream of events."""
+    """Builds the message that answers a request, whole or as a stream of events.
+
+    A request has one prompt, so the argument `prompt_index` of the methods is always 0.
+    """
 
     form = "anthropic"
 
@@ -134,7 +137,7 @@ class _Message(ChatReply):
         self._block_index = 0
         self._block_kind: str | None = None
         """The kind of the content block that is open in the stream, or None."""
-        self._head: Object = {
+        self._head: JsonObject = {
             "id": f"msg_{secrets.token_hex(14)}",
             "type": "message",
             "role": "assistant",
@@ -146,16 +149,16 @@ class _Message(ChatReply):
         self._finish = delta.finish or self._finish
         return self._parser.feed(delta.text, is_last=delta.finish is not None)
 
-    def add(self, number: int, delta: Delta) -> None:
+    def add(self, prompt_index: int, delta: Delta) -> None:
         """Collect the parts of the message."""
         self._parts += self._read(delta)
 
-    def make_body(self) -> Object:
+    def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
         content = _make_blocks(self._parts)
         return {**self._head, "content": content, **self._describe_stop(), "usage": self._count_usage()}
 
-    def _describe_stop(self) -> Object:
+    def _describe_stop(self) -> JsonObject:
         if self._finish.reason == "length":
             reason = "max_tokens"
         elif self._finish.stop_string is not None:
@@ -164,7 +167,7 @@ class _Message(ChatReply):
             reason = "tool_use" if self._parser.has_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": self._finish.stop_string}
 
-    def _count_usage(self) -> Object:
+    def _count_usage(self) -> JsonObject:
         (generation,) = self.generations
         cached = generation.prompt_result.cache_hit_tokens
         return {
@@ -174,9 +177,9 @@ class _Message(ChatReply):
             "output_tokens": generation.num_tokens,
         }
 
-    def make_first_events(self) -> Iterator[Object]:
+    def make_first_events(self) -> Iterator[JsonObject]:
         """Yield `message_start`."""
-        empty: Object = {
+        empty: JsonObject = {
             "content": list[object](),
             "stop_reason": None,
             "stop_sequence": None,
@@ -184,68 +187,68 @@ class _Message(ChatReply):
         }
         yield {"type": "message_start", "message": {**self._head, **empty}}
 
-    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield a delta event for each new part.
 
         A tool call, or a part of a different kind than the previous part, opens a new content
         block.
         """
         for part in self._read(delta):
-            kind = part.kind if isinstance(part, Piece) else "tool"
+            kind = part.kind if isinstance(part, TextPart) else "tool"
             if kind != self._block_kind or kind == "tool":
                 yield from self._close_block()
                 self._block_kind = kind
                 yield {"type": "content_block_start", "index": self._block_index, "content_block": _open_block(part)}
             yield {"type": "content_block_delta", "index": self._block_index, "delta": _make_delta(part)}
 
-    def _close_block(self) -> Iterator[Object]:
+    def _close_block(self) -> Iterator[JsonObject]:
         if self._block_kind is not None:
             yield {"type": "content_block_stop", "index": self._block_index}
             self._block_kind = None
             self._block_index += 1
 
-    def make_last_events(self) -> Iterator[Object]:
+    def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the events that close the last block and the message."""
         yield from self._close_block()
         yield {"type": "message_delta", "delta": self._describe_stop(), "usage": self._count_usage()}
         yield {"type": "message_stop"}
 
-    def encode(self, event: Object) -> bytes:
+    def encode(self, event: JsonObject) -> bytes:
         """Encode an event. Its name in the stream is its `type`."""
         return encode_event(event, str(event["type"]))
 
 
-def _open_block(part: Part) -> Object:
+def _open_block(part: Part) -> JsonObject:
     """Return an empty content block for the kind of a part."""
-    if not isinstance(part, Piece):
+    if not isinstance(part, TextPart):
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _make_delta(part: Part) -> Object:
+def _make_delta(part: Part) -> JsonObject:
     """Return the `delta` object that adds a part to its content block."""
-    if not isinstance(part, Piece):
+    if not isinstance(part, TextPart):
         return {"type": "input_json_delta", "partial_json": part.arguments}
     if part.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": part.text}
     return {"type": "text_delta", "text": part.text}
 
 
-def _make_blocks(parts: Sequence[Part]) -> list[Object]:
+def _make_blocks(parts: Sequence[Part]) -> list[JsonObject]:
     """Return the content blocks of a message.
 
     Consecutive pieces of the same kind are joined into one block.
     """
-    blocks: list[Object] = []
+    blocks: list[JsonObject] = []
     last: Part | None = None
     for part in parts:
-        if not isinstance(part, Piece):
+        if not isinstance(part, TextPart):
             blocks.append({**_open_block(part), "input": json.loads(part.arguments)})
         else:
             name = "thinking" if part.kind == "reasoning" else "text"
-            if not isinstance(last, Piece) or last.kind != part.kind:
+            if not isinstance(last, TextPart) or last.kind != part.kind:
                 blocks.append(_open_block(part))
             blocks[-1][name] = f"{blocks[-1][name]}{part.text}"
         last = part

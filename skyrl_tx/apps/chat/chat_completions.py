@@ -8,10 +8,10 @@ from fastapi import Request, Response
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.message import MessageParser, Part, Piece, ToolCall
+from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, ToolCall
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
-from skyrl_tx.apps.chat.reply import Object, OpenAiReply, serve
+from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.contract.requests import PromptOptions
@@ -167,7 +167,7 @@ class _ChatCompletion(OpenAiReply):
             _Choice(prompt.create_parser(separates_reasoning=separates)) for _ in range(prepared.num_samples)
         ]
 
-    def add(self, number: int, delta: Delta) -> None:
+    def add(self, prompt_index: int, delta: Delta) -> None:
         """Collect the parts, tokens and log-probabilities of a choice."""
         choice = self._choices[delta.index]
         choice.parts += choice.read(delta)
@@ -175,13 +175,13 @@ class _ChatCompletion(OpenAiReply):
         if self._request.logprobs:
             choice.scored += logprobs.score_delta(delta, self._top)
 
-    def make_body(self) -> Object:
+    def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
         return super().make_body() | self._describe_prompt()
 
-    def _describe_prompt(self) -> Object:
+    def _describe_prompt(self) -> JsonObject:
         """Return the prompt's tokens and log-probabilities, if the client asked for them."""
-        described: Object = {}
+        described: JsonObject = {}
         if (k := self._request.prompt_logprobs) is not None:
             tokens = logprobs.score_prompt(self._prompt.tokens, self.generations[0].prompt_result, k)
             described["prompt_logprobs"] = logprobs.describe_prompt(self._text, tokens, k)
@@ -189,7 +189,7 @@ class _ChatCompletion(OpenAiReply):
             described["prompt_token_ids"] = self._prompt.tokens
         return described
 
-    def make_choices(self) -> list[Object]:
+    def make_choices(self) -> list[JsonObject]:
         """Return the choices of a response that is not streamed."""
         return [
             {
@@ -202,19 +202,19 @@ class _ChatCompletion(OpenAiReply):
             for index, choice in enumerate(self._choices)
         ]
 
-    def _describe_logprobs(self, scored: list[TokenLogprob]) -> Object:
+    def _describe_logprobs(self, scored: list[TokenLogprob]) -> JsonObject:
         return {"content": logprobs.describe_chat(self._text, scored, with_top=self._top > 0), "refusal": None}
 
-    def make_first_events(self) -> Iterator[Object]:
+    def make_first_events(self) -> Iterator[JsonObject]:
         """Yield an empty message of the assistant for each choice."""
         for index in range(len(self._choices)):
             yield self._make_event(index, {"role": "assistant", "content": ""})
 
-    def _make_event(self, index: int, delta: Object, about_tokens: Object | None = None) -> Object:
-        choice: Object = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _make_event(self, index: int, delta: JsonObject, about_tokens: JsonObject | None = None) -> JsonObject:
+        choice: JsonObject = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.make_chunk([choice | (about_tokens or {})])
 
-    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield an event for each new part of a message.
 
         The first event also describes the new tokens.
@@ -235,13 +235,13 @@ class _ChatCompletion(OpenAiReply):
         elif any(about_tokens.values()):
             yield self._make_event(index, {"content": ""}, about_tokens)
 
-    def _describe_tokens(self, delta: Delta) -> Object:
+    def _describe_tokens(self, delta: Delta) -> JsonObject:
         """Return the token ids and log-probabilities of a delta, if the client asked for them.
 
         The text of these tokens may follow in a later event, for example while a character is
         incomplete.
         """
-        described: Object = {}
+        described: JsonObject = {}
         if self._request.logprobs and len(delta.token_ids):
             described["logprobs"] = self._describe_logprobs(logprobs.score_delta(delta, self._top))
         if self._request.return_token_ids:
@@ -249,13 +249,13 @@ class _ChatCompletion(OpenAiReply):
         return described
 
 
-def _make_message(parts: Sequence[Part]) -> Object:
+def _make_message(parts: Sequence[Part]) -> JsonObject:
     """Return the message of the assistant, with its reasoning and tool calls."""
-    pieces = [part for part in parts if isinstance(part, Piece)]
-    calls = [_make_call(part) for part in parts if not isinstance(part, Piece)]
+    pieces = [part for part in parts if isinstance(part, TextPart)]
+    calls = [_make_call(part) for part in parts if not isinstance(part, TextPart)]
     content = "".join(piece.text for piece in pieces if piece.kind == "content")
     reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
-    message: Object = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    message: JsonObject = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
@@ -263,14 +263,14 @@ def _make_message(parts: Sequence[Part]) -> Object:
     return message
 
 
-def _make_delta(choice: _Choice, part: Part) -> Object:
+def _make_delta(choice: _Choice, part: Part) -> JsonObject:
     """Return the `delta` object that adds a part to its message."""
-    if isinstance(part, Piece):
+    if isinstance(part, TextPart):
         return {"content" if part.kind == "content" else "reasoning_content": part.text}
     call = {"index": choice.num_calls, **_make_call(part)}
     choice.num_calls += 1
     return {"tool_calls": [call]}
 
 
-def _make_call(call: ToolCall) -> Object:
+def _make_call(call: ToolCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

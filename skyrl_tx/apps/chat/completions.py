@@ -12,7 +12,7 @@ from skyrl_tx.apps.chat import logprobs, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
-from skyrl_tx.apps.chat.reply import Object, OpenAiReply, serve
+from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import CompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.requests import PromptOptions
@@ -158,9 +158,9 @@ class _Completion(OpenAiReply):
         ]
         self.num_dropped = len(self._choices) if drops_tokens else 0
 
-    def add(self, number: int, delta: Delta) -> None:
+    def add(self, prompt_index: int, delta: Delta) -> None:
         """Collect the text, tokens and log-probabilities of a choice."""
-        choice = self._choices[number * self._num_samples + delta.index]
+        choice = self._choices[prompt_index * self._num_samples + delta.index]
         if delta.finish is not None:
             choice.finish_reason = "length" if self._drops_tokens else delta.finish.reason
         if self._drops_tokens:
@@ -170,40 +170,42 @@ class _Completion(OpenAiReply):
         if choice.logprobs is not None:
             choice.scored += logprobs.score_delta(delta, self._top)
 
-    def make_choices(self) -> list[Object]:
+    def make_choices(self) -> list[JsonObject]:
         """Return the choices of a response that is not streamed."""
         return [self._make_choice(index) for index in range(len(self._choices))]
 
-    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield one event with all news about a choice, or nothing if there are none."""
-        index = number * self._num_samples + delta.index
+        index = prompt_index * self._num_samples + delta.index
         choice = self._choices[index]
-        self.add(number, delta)
+        self.add(prompt_index, delta)
 
-        has_prompt = not choice.is_started and bool(self._echo(number) or (self._request.echo and choice.logprobs))
+        has_prompt = not choice.is_started and bool(
+            self._echo(prompt_index) or (self._request.echo and choice.logprobs)
+        )
         has_tokens = bool(self._request.return_token_ids and choice.tokens)
         if choice.text or choice.scored or choice.finish_reason is not None or has_prompt or has_tokens:
             yield self.make_chunk([self._make_choice(index)])
             choice.text, choice.tokens, choice.scored, choice.is_started = "", [], [], True
 
-    def _make_choice(self, index: int) -> Object:
+    def _make_choice(self, index: int) -> JsonObject:
         """Return the choice with everything that was not sent yet.
 
         The first time, this includes what the client asked for about the prompt: its text, tokens
         and log-probabilities.
         """
-        number, choice = index // self._num_samples, self._choices[index]
+        prompt_index, choice = index // self._num_samples, self._choices[index]
         text, scored = choice.text, choice.scored
-        more: Object = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
+        more: JsonObject = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
 
         if not choice.is_started:
-            text = self._echo(number) + text
+            text = self._echo(prompt_index) + text
             if self._request.echo and choice.logprobs is not None:
-                scored = self._score_prompt(number, self._top) + scored
+                scored = self._score_prompt(prompt_index, self._top) + scored
             if (k := self._request.prompt_logprobs) is not None:
-                more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(number, k), k)
+                more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(prompt_index, k), k)
             if self._request.return_token_ids:
-                more["prompt_token_ids"] = self._prompts[number].tokens
+                more["prompt_token_ids"] = self._prompts[prompt_index].tokens
 
         return {
             "index": index,
@@ -213,12 +215,14 @@ class _Completion(OpenAiReply):
             **more,
         }
 
-    def _score_prompt(self, number: int, k: int) -> list[TokenLogprob]:
-        return logprobs.score_prompt(self._prompts[number].tokens, self.generations[number].prompt_result, k)
+    def _score_prompt(self, prompt_index: int, k: int) -> list[TokenLogprob]:
+        return logprobs.score_prompt(
+            self._prompts[prompt_index].tokens, self.generations[prompt_index].prompt_result, k
+        )
 
-    def _echo(self, number: int) -> str:
+    def _echo(self, prompt_index: int) -> str:
         """Return the text of a prompt if the client set `echo`, else an empty text."""
         if not self._request.echo:
             return ""
-        prompt = self._prompts[number]
+        prompt = self._prompts[prompt_index]
         return self._text.decode(prompt.tokens, skip_special=False) if prompt.text is None else prompt.text

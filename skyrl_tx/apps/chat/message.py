@@ -18,8 +18,8 @@ ParserName = Literal["hermes", "llama3", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of a message."""
+class TextPart:
+    """New text of a message, as opposed to a tool call."""
 
     kind: Literal["reasoning", "content"]
     text: str
@@ -34,11 +34,11 @@ class ToolCall:
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
-Part = Piece | ToolCall
+Part = TextPart | ToolCall
 
 
 def _read_content(text: str) -> list[Part]:
-    return [Piece("content", text)] if text else []
+    return [TextPart("content", text)] if text else []
 
 
 def begins_inside(prompt: str) -> bool:
@@ -58,10 +58,10 @@ class ReasoningSplit:
         self._held = ""
         self._has_text = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[TextPart]:
         """Add text and return the pieces that are certain now."""
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[TextPart] = []
         if self._state == "before":
             self._open()
         if self._state == "reasoning":
@@ -69,7 +69,7 @@ class ReasoningSplit:
         if self._state == "after" and (rest := self._held.lstrip()):
             self._held, self._state = rest, "content"
         if self._state == "content" and self._held:
-            pieces.append(Piece("content", self._held))
+            pieces.append(TextPart("content", self._held))
             self._held = ""
         return pieces
 
@@ -81,7 +81,7 @@ class ReasoningSplit:
         elif not _THINK.startswith(start):
             self._state = "content"
 
-    def _take_reasoning(self) -> list[Piece]:
+    def _take_reasoning(self) -> list[TextPart]:
         end = self._held.find(_END_THINK)
         if not self._has_text:
             stripped = self._held.lstrip()
@@ -93,18 +93,18 @@ class ReasoningSplit:
             keep = _count_held_back(self._held)
             text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self._has_text = self._has_text or bool(text)
-        return [Piece("reasoning", text)] if text else []
+        return [TextPart("reasoning", text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[TextPart]:
         """Return the rest at the end of the text. An unfinished tag counts as text."""
         text, self._held = self._held, ""
         match self._state:
             case "reasoning":
-                return [Piece("reasoning", text)] if text.strip() else []
+                return [TextPart("reasoning", text)] if text.strip() else []
             case "after":
                 return []
             case _:
-                return [Piece("content", text)] if text else []
+                return [TextPart("content", text)] if text else []
 
 
 def _count_held_back(text: str) -> int:
@@ -290,7 +290,7 @@ class MessageParser:
             return []
 
         # Separate the reasoning
-        pieces = [Piece("content", text)] if self._split is None and text else []
+        pieces = [TextPart("content", text)] if self._split is None and text else []
         if self._split is not None:
             pieces = self._split.feed(text) + (self._split.finish() if is_last else [])
         if self._tools is None:

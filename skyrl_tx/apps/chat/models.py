@@ -23,15 +23,16 @@ _MAX_LISTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that a client named: a sampler checkpoint, or the base model if `path` is None."""
+    """A reference to weights: a sampler checkpoint, or the base model if `path` is None."""
 
     name: str
+    """The name in the client's request."""
     base_model: str
     path: CheckpointPath | None = None
 
 
 def find_weights(call: ApiCall, name: str) -> Weights:
-    """Call `resolve_weights` for the caller of an API request, in one read transaction."""
+    """Return the weights that an API request names, see `resolve_weights`."""
     return call.store.read(lambda tx: resolve_weights(tx, call.caller, call.settings, name))
 
 
@@ -44,7 +45,7 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
 
     - a name of the served model, for example "Qwen/Qwen3-8B"
     - the `tinker://` path of a sampler checkpoint
-    - both, separated by a semicolon
+    - both: the name of the served model, a semicolon, and the path
     - the id of a training run, for the newest sampler checkpoint of the run
     """
     base, _, path_text = name.rpartition(";")
@@ -52,7 +53,7 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
 
     # A path, or a base model with a path
     if base:
-        _check_name(settings, base)
+        _resolve_base_model(settings, base)
     if path_text.startswith(_SCHEME):
         try:
             path = parse_sampler_path(path_text)
@@ -63,9 +64,9 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
     if base:
         raise _no_model(name, settings, f"{quote_value(path_text)} is not a tinker:// path")
 
-    # The served model, or a run
+    # The served model, or the id of a run, which contains `:train:`
     if ":train:" not in name:
-        return Weights(name, _check_name(settings, name))
+        return Weights(name, _resolve_base_model(settings, name))
     saved = access.find_readable_run(tx, caller, ModelId(name), time.time()).saved
     sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
     if not sampling:
@@ -75,8 +76,8 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
     return Weights(name, public, sampling[-1].path)
 
 
-def _check_name(settings: ApiSettings, name: str) -> str:
-    """Return the base model for a name. Raises ApiError 404 if this server does not serve it."""
+def _resolve_base_model(settings: ApiSettings, name: str) -> str:
+    """Return the base model with this name. Raises ApiError 404 if this server does not serve it."""
     try:
         return settings.resolve_model_name(name)
     except UserError as error:
@@ -91,7 +92,7 @@ def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
     )
 
 
-def list_checkpoints(tx: Session, caller: Principal) -> list[CheckpointRow]:
-    """Return the caller's sampler checkpoints, newest first."""
+def list_sampler_checkpoints(tx: Session, caller: Principal) -> list[CheckpointRow]:
+    """Return the sampler checkpoints among the caller's newest 1000 checkpoints, newest first."""
     rows, _ = checkpoints.list_owned(tx, caller.owner, _MAX_LISTED, 0, time.time())
     return [row for row in rows if row.kind == CheckpointKind.SAMPLER]

@@ -36,7 +36,8 @@ _SEND_TIMEOUT_S = 60.0
 _CLIENT_CLOSED_REQUEST = 499
 """Status for the access log when the client disconnected before the response."""
 
-Object = dict[str, object]
+JsonObject = dict[str, object]
+"""A JSON object, for example the body of a response."""
 T = TypeVar("T")
 
 # By default, sse-starlette cancels all streams as soon as uvicorn shuts down. We disable this,
@@ -48,11 +49,12 @@ AppStatus.disable_automatic_graceful_drain()
 class ChatReply(ABC):
     """Builds the reply to one request, as one response or as a stream of events.
 
-    Subclasses produce the form of their API. `number` in the methods is the index of a prompt in
+    There is a subclass for each API. `prompt_index` in the methods is the index of a prompt in
     `requests`.
     """
 
     form: ClassVar[Form]
+    """The API, which determines the body of an error in a stream."""
     end: ClassVar[bytes] = b""
     """Bytes that end a stream, after the last event."""
 
@@ -64,30 +66,30 @@ class ChatReply(ABC):
         """The running requests, in the order of `requests`. Set before the first tokens arrive."""
 
     @abstractmethod
-    def add(self, number: int, delta: Delta) -> None:
+    def add(self, prompt_index: int, delta: Delta) -> None:
         """Collect new tokens for a response that is not streamed."""
 
     @abstractmethod
-    def make_body(self) -> Object:
+    def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed, once all samples are complete.
 
         Runs in a thread.
         """
 
-    def make_first_events(self) -> Iterator[Object]:
+    def make_first_events(self) -> Iterator[JsonObject]:
         """Yield the events that come before the first token."""
         yield from ()
 
     @abstractmethod
-    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield the events for new tokens."""
 
     @abstractmethod
-    def make_last_events(self) -> Iterator[Object]:
+    def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the events that come after the last token."""
 
     @abstractmethod
-    def encode(self, event: Object) -> bytes:
+    def encode(self, event: JsonObject) -> bytes:
         """Encode one event."""
 
 
@@ -110,7 +112,7 @@ class OpenAiReply(ChatReply):
 
         They are not in the usage.
         """
-        self._head: Object = {
+        self._head: JsonObject = {
             "id": f"{self.id_prefix}{secrets.token_hex(14)}",
             "object": self.object_names[self.is_streamed],
             "created": int(time.time()),
@@ -119,27 +121,27 @@ class OpenAiReply(ChatReply):
         }
 
     @abstractmethod
-    def make_choices(self) -> list[Object]:
+    def make_choices(self) -> list[JsonObject]:
         """Return the choices of a response that is not streamed."""
 
-    def make_body(self) -> Object:
+    def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
         return {**self._head, "choices": self.make_choices(), "usage": self._count_usage()}
 
-    def make_chunk(self, choices: Sequence[Object], about_prompt: Object | None = None) -> Object:
+    def make_chunk(self, choices: Sequence[JsonObject], about_prompt: JsonObject | None = None) -> JsonObject:
         """Return one event.
 
         If the client asked for the usage in the last event, `usage` is null in all other events.
         """
-        usage: Object = {"usage": None} if self.ends_with_usage else {}
+        usage: JsonObject = {"usage": None} if self.ends_with_usage else {}
         return {**self._head, "choices": choices, **(about_prompt or {}), **usage}
 
-    def make_last_events(self) -> Iterator[Object]:
+    def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the usage if the client asked for it."""
         if self.ends_with_usage:
             yield {**self._head, "choices": [], "usage": self._count_usage()}
 
-    def _count_usage(self) -> Object:
+    def _count_usage(self) -> JsonObject:
         num_prompt = sum(len(request.prompt) for request in self.requests)
         num_sampled = sum(generation.num_tokens for generation in self.generations) - self.num_dropped
         cached = sum(generation.prompt_result.cache_hit_tokens for generation in self.generations)
@@ -150,7 +152,7 @@ class OpenAiReply(ChatReply):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def encode(self, event: Object) -> bytes:
+    def encode(self, event: JsonObject) -> bytes:
         """Encode one event."""
         return encode_event(event)
 
@@ -184,16 +186,16 @@ async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tup
 
 
 async def _complete(reply: ChatReply) -> Response:
-    async for number, delta in merge_deltas(reply.generations):
-        reply.add(number, delta)
+    async for prompt_index, delta in merge_deltas(reply.generations):
+        reply.add(prompt_index, delta)
     return await run_in_threadpool(lambda: make_json_response(reply.make_body()))
 
 
 async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
     for event in reply.make_first_events():
         yield reply.encode(event)
-    async for number, delta in merge_deltas(reply.generations):
-        for event in reply.make_events(number, delta):
+    async for prompt_index, delta in merge_deltas(reply.generations):
+        for event in reply.make_events(prompt_index, delta):
             yield reply.encode(event)
     for event in reply.make_last_events():
         yield reply.encode(event)

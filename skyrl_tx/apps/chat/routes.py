@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from skyrl_tx.apps.chat.anthropic import count_tokens, create_message
 from skyrl_tx.apps.chat.chat_completions import create_chat_completion
 from skyrl_tx.apps.chat.completions import create_completion
-from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
+from skyrl_tx.apps.chat.models import find_weights, list_sampler_checkpoints
 from skyrl_tx.apps.chat.reply import make_json_response
 from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import ApiError
@@ -28,7 +28,7 @@ _STARTED_AT = int(time.time())
 
 def list_models(call: Incoming) -> Response:
     """List the names of the served model, then the caller's sampler checkpoints, newest first."""
-    rows = call.store.read(lambda tx: list_checkpoints(tx, call.caller))
+    rows = call.store.read(lambda tx: list_sampler_checkpoints(tx, call.caller))
     served = [_describe_model(call, name, _STARTED_AT) for name in call.settings.model_names]
     saved = [_describe_model(call, str(row.path), int(row.created_at)) for row in rows]
     return make_json_response({"object": "list", "data": [*served, *saved]})

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve_weights
+from skyrl_tx.apps.chat.models import Weights, find_weights, list_sampler_checkpoints, resolve_weights
 from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, make_json_response, respond
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong
 from skyrl_tx.apps.chat.text import Detokenizer, ModelText
@@ -105,7 +105,7 @@ def show_playground(visit: Visit) -> Page:
 
     def work(tx: Session) -> tuple[list[CheckpointRow], Weights | None]:
         selected = resolve_weights(tx, visit.caller, settings, named) if named else None
-        return list_checkpoints(tx, visit.caller)[:_MAX_CHECKPOINTS], selected
+        return list_sampler_checkpoints(tx, visit.caller)[:_MAX_CHECKPOINTS], selected
 
     rows, weights = visit.read(work)
 

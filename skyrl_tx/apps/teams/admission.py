@@ -96,8 +96,8 @@ class QuotaAdmission(Admission):
         """
         rules, now = self._store.read(quotas.read_rules), self._clock()
         has_changed, self._rules, self.weights = rules != self._rules, rules, rules.weights
-        self.is_counting = rules.has_limit(*DAY_LIMITS)
-        if not self.is_counting:
+        self.is_counting_usage = rules.has_limit(*DAY_LIMITS)
+        if not self.is_counting_usage:
             self._started.clear()
         elif has_changed or now >= self._reload_at or get_day_start(now) != self._day:
             self._reload(now)

@@ -48,7 +48,7 @@ def test_owners_that_always_have_work_differ_by_one_piece_at_most(
     by_owner = {f"owner-{number}": weight for number, weight in enumerate(weights)}
     share, done = FairShare(lambda: by_owner), Counter[str]()
     for owner in by_owner:
-        share.record_arrival(owner)
+        share.drop_credit(owner)
     for _, size in pieces:
         owner = min(by_owner, key=share.get_virtual_time)
         share.charge(owner, size)
@@ -64,7 +64,7 @@ def test_a_time_without_work_saves_up_nothing() -> None:
     share = FairShare(lambda: {})
     for _ in range(100):
         share.charge("ann", 10)
-    share.record_arrival("bob")
+    share.drop_credit("bob")
     order: list[str] = []
     for _ in range(6):
         owner = min(("ann", "bob"), key=share.get_virtual_time)
@@ -78,14 +78,14 @@ def test_a_short_absence_loses_nothing() -> None:
     for owner in ("ann", "bob", "ann"):
         share.charge(owner, 1)
     before = share.get_virtual_time("ann")
-    share.record_arrival("ann")
+    share.drop_credit("ann")
     assert share.get_virtual_time("ann") == before
 
 
 def test_many_owners_are_forgotten_without_a_change_of_order() -> None:
     share = FairShare(lambda: {})
     for number in range(5000):
-        share.record_arrival(f"owner-{number}")
+        share.drop_credit(f"owner-{number}")
         share.charge(f"owner-{number}", 1)
         share.charge("busy", 1)
     assert len(share._times) <= 1025

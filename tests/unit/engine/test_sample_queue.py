@@ -186,7 +186,7 @@ def test_requeued_request_is_the_head_of_its_queue():
 class DecidingAdmission(Admission):
     """Returns a fixed decision for each owner."""
 
-    is_counting = True
+    is_counting_usage = True
 
     def __init__(self, **decisions):
         self.decisions = decisions

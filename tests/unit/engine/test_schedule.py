@@ -315,7 +315,7 @@ def test_pass_size_is_its_number_of_tokens():
 class RecordingAdmission(Admission):
     """Returns a fixed decision for each owner, and records which requests were checked and started."""
 
-    is_counting = True
+    is_counting_usage = True
 
     def __init__(self, **decisions: Decision) -> None:
         self.decisions, self.asked, self.numbers = decisions, list[int](), list[int]()

@@ -196,7 +196,9 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
         return next(row.position for row in futures.list_pending(tx, 0, 100) if row.request_id == request_id)
 
     def give(*request_ids: RequestId) -> list[RequestId]:
-        return api.write(lambda tx: placement.give_samples(tx, 1, 2, [get_position(tx, name) for name in request_ids]))
+        return api.write(
+            lambda tx: placement.give_sample_requests(tx, 1, 2, [get_position(tx, name) for name in request_ids])
+        )
 
     first, second, third = (api.write(lambda tx: add_request(tx, session_id, 1)) for _ in range(3))
     api.write(lambda tx: publish(tx, 2))
@@ -210,7 +212,7 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
         api.write(lambda tx: publish(tx, 2))
         positions = api.read(lambda tx: [get_position(tx, name) for name in (first, second)])
         assert api.write(lambda tx: completions.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
-        assert api.write(lambda tx: placement.give_samples(tx, 1, 2, positions)) == [first]
+        assert api.write(lambda tx: placement.give_sample_requests(tx, 1, 2, positions)) == [first]
         assert waiting(api, 1) == [third] and waiting(api, 2) == [first]
         assert give(third) == [], "it has a request now"
 

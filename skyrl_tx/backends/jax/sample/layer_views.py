@@ -1,7 +1,8 @@
-"""The weights of each layer as separate arrays that share the memory of their stacks.
+"""The weights of each layer as separate arrays that share the memory of a stacked array.
 
-XLA on GPU has no matrix product that reads a slice in place: in every decode step it copies the
-weights of each layer out of their stack. A program whose arguments are the layers copies nothing.
+The weights of equal layers are stored as one array [layers, ...], called a stack. XLA on GPU has no
+matrix product that reads a slice in place: in every decode step it copies the weights of each layer
+out of the stack. A program whose arguments are the layers copies nothing.
 JAX has no views of arrays, but it accepts arrays of other libraries without a copy, through DLPack
 (https://dmlc.github.io/dlpack/latest/c_api.html). This module exports a stack through DLPack once
 per layer, with a shifted start and one dim less.
@@ -20,15 +21,17 @@ from skyrl_tx.models.params import split_stacks
 _ALIGNMENT = 256
 """Views must be aligned to this many bytes, like XLA's own arrays.
 
-Other layers (small ones) are copied.
+A layer is copied if its size in bytes is not a multiple of this number. Only small layers have such
+sizes.
 """
 
 
 def should_separate_layers(platform: str, layout: Layout) -> bool:
     """Return whether programs copy less with separate layers.
 
-    If weights are sharded along "embed", gathering them before use is a copy anyway, and without a
-    loop XLA would gather multiple layers ahead.
+    If weights are sharded along "embed", gathering them before use is a copy anyway. Separate layers
+    also run without a loop (see `models.decoder`). XLA would then gather the weights of multiple
+    layers ahead, which takes memory.
     """
     return platform == "gpu" and layout.num_shards("embed") == 1
 
@@ -84,7 +87,7 @@ class _DLTensor(ctypes.Structure):
         ("ndim", ctypes.c_int32),
         ("type_code", ctypes.c_uint8),
         ("type_bits", ctypes.c_uint8),
-        ("num_in_vector", ctypes.c_uint16),
+        ("lanes", ctypes.c_uint16),
         ("shape", ctypes.c_void_p),  # of int64
         ("strides", ctypes.c_void_p),  # of int64, or null
         ("byte_offset", ctypes.c_uint64),

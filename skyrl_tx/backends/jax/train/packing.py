@@ -2,8 +2,8 @@
 
 A micro-batch has one row on a single device, and one row per shard of the batch on a mesh. A row
 holds examples one after another, for example three examples of 300, 200 and 500 tokens in a row of
-1024. Where an example starts is data, so the program depends only on the length of the row. Only
-the last row of a request has much padding.
+1024. The start positions of the examples are an input array, so one compiled program serves all
+rows of the same length. Only the last row of a request has much padding.
 
 A micro-batch never mixes requests, and its shape depends only on the lengths of the request's
 examples. So a request runs the same programs regardless of other requests, and results are
@@ -33,14 +33,14 @@ _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT = 8, 128
 """Between two powers of two there are 8 row lengths, at least 128 tokens apart.
 
 For example 2048, 2304, 2560 and so on up to 4096. So at most an eighth of a long row is padding.
-For short rows, more lengths would save less time than their compilation takes, until dozens of
-requests have used the program.
+Up to 1024 tokens, lengths that are closer together would not pay off: each length is one more
+compilation, and only dozens of requests would save the time that it takes.
 """
-REMAINDERS = 4
+NUM_REMAINDER_LENGTHS = 4
 """How many different lengths the last row can have, if a request has more than one micro-batch.
 
-The number of tokens in the last row is arbitrary. With all the lengths of other rows, nearly every
-request of a training run would compile another program at first.
+The number of tokens in the last row is arbitrary. If the last row could have every length that
+other rows can have, nearly every early request of a training run would compile a new program.
 """
 
 
@@ -48,7 +48,7 @@ request of a training run would compile another program at first.
 class MicroBatch:
     """The input of one compiled call, as host arrays.
 
-    Padding has zeros everywhere, and so no weight in the loss.
+    Padding is zero in all arrays except `start_BT`, so it has no weight in the loss.
     """
 
     loss: Any
@@ -67,7 +67,7 @@ class MicroBatch:
     config_BC: Any
     """float32: the numbers of the loss's config, one column for each."""
     is_local: bool = struct.field(pytree_node=False)
-    """Whether the loss is local, see `losses.base.Loss`."""
+    """Whether the loss of a position depends only on the arrays at that position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +102,27 @@ def round_up_row_length(size: int) -> int:
 
 
 def choose_row_budget(budget: int, num_targets: int, num_rows: int) -> int:
-    """Return the largest row length up to `budget`, so that all targets fit into MAX_CELLS."""
+    """Return the largest row length up to `budget` at which a micro-batch has at most MAX_CELLS cells.
+
+    A cell is one target of one position: 4 rows of 100 positions with 8 targets have 3200 cells.
+    """
     return max(1, min(budget, MAX_CELLS // (num_targets * num_rows)))
 
 
 def choose_micro_batch_length(size: int, budget: int) -> int:
-    """Return the padded length of a row that holds `size` tokens.
+    """Return the padded length of a row that holds `size` tokens, within a budget.
 
-    It is at most `budget`, unless `size` is larger. Above the budget it is at most the next power
-    of two. That matters if the budget is below MIN_ROW_LENGTH, which happens if examples have many
-    targets: with budget 8, a size of 12 gives 16 and not 64.
+    This is `round_up_row_length(size)`, but not more than `budget` if `size` fits into the budget.
+    If `size` does not fit, it is not more than the next power of two after `size`. That matters if
+    the budget is below MIN_ROW_LENGTH, which happens if examples have many targets: with budget 8,
+    a size of 12 gives 16 and not 64.
     """
     return min(round_up_row_length(size), budget if size <= budget else next_power_of_two(size))
 
 
 def choose_remainder_length(size: int, budget: int) -> int:
     """Return the padded length of the last row of a request with more than one micro-batch."""
-    part = -(-budget // REMAINDERS)
+    part = -(-budget // NUM_REMAINDER_LENGTHS)
     return choose_micro_batch_length(min(-(-size // part) * part, budget) if size <= budget else size, budget)
 
 
@@ -133,7 +137,8 @@ def plan_micro_batches(
     Args:
         examples: The examples of the request.
         budget: Maximum tokens of a micro-batch. A longer example gets its own micro-batch.
-            MAX_CELLS limits the tokens too, because many targets take more memory than the model.
+            Examples with many targets per position get smaller micro-batches (see MAX_CELLS),
+            because the inputs and results of the loss take memory for each target.
         num_rows: Rows of a micro-batch: the number of shards of the batch.
         multiple: Row lengths are rounded up to a multiple of this number, even above the budget.
             It is the number of shards of a row's tokens.

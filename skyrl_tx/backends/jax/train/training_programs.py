@@ -78,8 +78,8 @@ class MicroBatchShapes:
 
         # All lengths
         lengths = list(iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget))
-        parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
-        totals = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
+        parts = range(packing.NUM_REMAINDER_LENGTHS, 0, -1) if self.num_rows == 1 else ()
+        totals = (max(1, part * self.budget // packing.NUM_REMAINDER_LENGTHS) for part in parts)
         remainders = (packing.choose_remainder_length(total, self.budget) for total in totals)
         for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
             yield self._make_shape(self.num_rows, self._round_up(length), 1, self.rank)

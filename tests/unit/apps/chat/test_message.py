@@ -11,8 +11,8 @@ from skyrl_tx.apps.chat.message import (
     MessageParser,
     ParserName,
     Part,
-    Piece,
     ReasoningSplit,
+    TextPart,
     ToolCall,
     begins_inside,
     choose_parser,
@@ -34,7 +34,7 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
     joined: list[tuple[str, str]] = []
 
     for part in parts:
-        kind, value = (part.kind, part.text) if isinstance(part, Piece) else ("call", part.name)
+        kind, value = (part.kind, part.text) if isinstance(part, TextPart) else ("call", part.name)
         if isinstance(part, ToolCall):
             assert json.loads(part.arguments) == ARGUMENTS and part.call_id.startswith("call_")
         if joined and joined[-1][0] == kind != "call":

@@ -89,7 +89,7 @@ def a_sample(owner: str = "ann") -> QueuedRequest:
 def test_without_quotas_no_request_is_paused(world: World) -> None:
     world.admission.refresh()
     assert world.admission.may_start(a_pass()) == world.admission.may_start(a_sample()) == START
-    assert not world.admission.is_counting and not world.admission.list_pauses() and world.num_waits == 0
+    assert not world.admission.is_counting_usage and not world.admission.list_pauses() and world.num_waits == 0
 
 
 def test_quotas_of_other_kinds_are_no_work_for_each_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_quotas_of_other_kinds_are_no_work_for_each_turn(world: World, monkeypat
     monkeypatch.setattr(Store, "read", lambda *_: pytest.fail("a query"))
     for request in (a_pass(), a_sample()):
         assert world.admission.may_start(request) == START
-    assert not world.admission.is_counting
+    assert not world.admission.is_counting_usage
 
 
 def test_a_pass_counts_when_it_starts_and_not_if_it_fails(world: World) -> None:
@@ -397,4 +397,4 @@ def test_quotas_of_dropped_limits_are_named_once_and_have_no_effect(
     (message,) = (record.message for record in caplog.records)
     assert "samples_at_once of ann, training_steps_at_once of bob" in message and "no longer exist" in message
     assert admission.may_start(a_sample()) == admission.may_start(a_pass("bob")) == START
-    assert not admission.is_counting
+    assert not admission.is_counting_usage
