@@ -22,6 +22,7 @@ from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.extension import EngineExtension
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.metrics import EngineMetrics, StatusPublisher
@@ -30,7 +31,7 @@ from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import FairShare, Schedule
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.training import TrainingExecutor

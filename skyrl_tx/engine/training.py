@@ -14,9 +14,10 @@ from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle, refuse
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import FairShare, ScheduledBatch
+from skyrl_tx.engine.schedule import ScheduledBatch
 from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def test_fresh_start_reports_abandoned_models_and_keeps_checkpoints(tmp_path: Pa
         model_id = training.model_id
     assert "fresh start" not in server.log
 
-    with pytest.raises(ServerFailed, match=rf"1 models in this data directory, the first {model_id}.*add --fresh"):
+    with pytest.raises(ServerFailed, match=rf"1 models in this data directory, for example {model_id}.*add --fresh"):
         LiveServer(data_dir, flags=OTHER_BASE)
     with LiveServer(data_dir, flags=(*OTHER_BASE, "--fresh")) as server:
         lines = server.wait_for(FRESH)

@@ -208,7 +208,7 @@ class _Notifier(SqliteNotifier):
     def __init__(self, others: Notifiers, role: Role) -> None:
         self._others = others
         self._role = role
-        self._own, self._peer = role, PEER[role]
+        self._address, self._peer_address = role, PEER[role]
         self._num_received = 0
         self._waiting: Fiber | None = None
         self._process = others.scheduler.current.process
@@ -254,7 +254,7 @@ class _Notifier(SqliteNotifier):
             self._others.scheduler.wake(self._waiting, on=self)
 
     def is_peer_running(self) -> bool:
-        return bool(self._others.by_role.get(self._peer))
+        return bool(self._others.by_role.get(self._peer_address))
 
     def close(self) -> None:
         if self in self._others.by_role[self._role]:

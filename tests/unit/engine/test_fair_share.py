@@ -19,8 +19,8 @@ from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine.admission import START, Admission, Decision, Wait
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import FairShare
 from skyrl_tx.store import audit
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample

@@ -192,7 +192,7 @@ def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest
     assert read_settings("serve", (*flags, "--ray.resources", '{"GPU": 8}')).ray.resources == {"GPU": 8}
     with pytest.raises(SettingsError, match=r"^--ray.address: Ray Client is not supported"):
         read_settings("serve", (*flags, "--ray.address", "ray://head:10001"))
-    with pytest.raises(SettingsError, match=r"^--ray.address: 'head' is not host:port"):
+    with pytest.raises(SettingsError, match=r"^--ray.address: 'head' must be host:port"):
         read_settings("serve", (*flags, "--ray.address", "head"))
     with pytest.raises(SettingsError, match=r"^--ray.resources: GPU: 0 must be above 0"):
         read_settings("serve", (*flags, "--ray.resources", '{"GPU": 0}'))
