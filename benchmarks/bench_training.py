@@ -338,7 +338,7 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
         steps.append((time.perf_counter() - start, time.thread_time() - thread))
     profiler = cProfile.Profile()
     profiler.runcall(step)
-    slowest = sorted(pstats.SoftmaxStats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
+    slowest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
     return {
         "step_s": compute_quartiles([wall for wall, _ in steps]),
         "python_s": compute_quartiles([thread for _, thread in steps]),

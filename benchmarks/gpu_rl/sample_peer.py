@@ -42,7 +42,7 @@ def main(model: str, prompts: list[list[int]], lengths: list[int]) -> None:
                 break
             except torch.OutOfMemoryError:
                 results["out_of_memory_at"].append(count)
-                torch.cuda.make_empty_cache()
+                torch.cuda.empty_cache()
                 count //= 2
                 if count < LEAST_SAMPLES:
                     raise

@@ -47,7 +47,7 @@ def main(model: str, lengths: list[int], row_tokens: int, steps: int, rank: int)
             except torch.OutOfMemoryError:
                 too_much.append(tokens)
                 optimizer.zero_grad()
-                torch.cuda.make_empty_cache()
+                torch.cuda.empty_cache()
                 tokens //= 2
                 if tokens < LEAST_TOKENS:
                     raise
