@@ -49,7 +49,7 @@ class Admission:
     An owner without a weight has 1.
     """
     is_counting_usage = False
-    """Whether there are quotas for which usage is counted, for example tokens per day.
+    """Whether there are quotas that need usage counts, for example tokens per day.
 
     If so, the engine calls `record_start`, `record_end` and `list_pauses`, and calls `may_start`
     again to count the waiting requests that are paused.

@@ -101,8 +101,8 @@ class Engine:
         membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the thread that writes files. Start another one that takes back the attempt counts of
-        # running requests on a stop. A high count marks a request that may have caused a crash.
+        # Start the thread that writes files, and a thread that takes back the attempt counts of running
+        # requests on a stop. A high count marks a request that may have caused a crash.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -196,6 +196,8 @@ class Engine:
         identity.check_artifacts(self.store, self.artifacts)
         if not self.store.write(leases.become_keeper):
             return
+
+        # Write the identity, and report artifacts that the database does not know.
         try:
             unclaimed = identity.claim(self.store, self.artifacts).unclaimed
         except OSError as error:  # the next garbage collection tries again

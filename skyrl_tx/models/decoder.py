@@ -219,7 +219,7 @@ def _make_context(params: DecoderParams, config: ModelConfig, position: jax.Arra
 def constrain_cache(
     layout: Layout, config: ModelConfig, cache: tuple[LayerCache | tuple[LayerCache, ...], ...]
 ) -> tuple[Any, ...]:
-    """Apply the sharding of the cache to a whole cache, or to what a decode slice has added.
+    """Apply the sharding of the cache to a whole cache, or to the entries that a decode slice has added.
 
     Each entry of `cache` is a stack of layers, or a tuple of separate layers.
     """
@@ -419,7 +419,7 @@ def target_logprobs(
     Logits are computed in chunks, so an array [B, T, V] never exists.
     """
     row_adapter, layout = select_unembed_adapter(adapter, slots), params.layout
-    # The loop over chunks of tokens uses all devices only if each shard of a row is a row of its own.
+    # The loop over chunks of tokens uses all devices only if each shard of a row is a separate row.
     hidden, split_targets = (layout.split_shards(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
     result = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, row_adapter, chunk=chunk)

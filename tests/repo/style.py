@@ -24,7 +24,7 @@ CONSTRUCTIONS = re.compile(
     r"|whatever|as far as|by (?:itself|themselves)|others)\b",
     re.IGNORECASE,
 )
-"""Constructions that other projects hardly use. Write "the quota of the key", not "that of the key"."""
+"""Constructions that other projects hardly use, for example a pronoun where the noun should be repeated."""
 
 LONGEST_RUN = 15
 """Lines of a function without a blank line or a comment."""
@@ -55,7 +55,10 @@ AREAS = {
     "product": Area(
         ("skyrl_tx",), names={"of function": 10, "participle function": 11, "run of more than 15 lines": 16}
     ),
-    "tests": Area(("tests", "benchmarks", "examples"), names={}),
+    "tests": Area(
+        ("tests", "benchmarks", "examples"),
+        names={"of function": 1, "participle function": 22, "run of more than 15 lines": 134},
+    ),
 }
 
 

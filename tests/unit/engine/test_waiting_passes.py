@@ -35,7 +35,7 @@ class CompilingPass(Pass):
 class CompilingBackend(FakeBackend):
     """Makes passes of `model_id` wait for the compiler.
 
-    Records all other passes and decode slices in `others`.
+    Records all other passes and decode slices.
     """
 
     def __init__(self, config, model_id, num_others):
