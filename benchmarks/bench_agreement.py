@@ -43,6 +43,7 @@ def start(model: Path, dtype: str, slots: int) -> JaxBackend:
     )
     backend = JaxBackend(str(model), config)
     backend.start()
+
     row = np.random.default_rng(0).integers(2, VOCAB_SIZE, 41).astype(np.int32)
     for name in (BASE, MODEL):
         backend.create_model(name, ModelSpec(lora=LoraSpec(rank=8, seed=1)))
@@ -50,6 +51,7 @@ def start(model: Path, dtype: str, slots: int) -> JaxBackend:
         backend.forward_backward(scoring(MODEL, [row]))
         backend.optim_step(MODEL, OptimizerParams(learning_rate=0.02))
     backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
+
     return backend
 
 
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="tokens to sample per prompt")
     parser.add_argument("--slots", type=int, nargs="*", default=[4, 32], help="KV cache slots to compare with 16")
     options = parser.parse_args()
+
     asked, results = make_requests(options.prompts, options.tokens), {}
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory), vocab_size=VOCAB_SIZE, std=0.15)
@@ -128,11 +131,13 @@ def main() -> None:
             found: dict[str, Any] = {"trainer and sampler": measure_distance_from_training(backend, asked, alone)}
             found["sampled again"] = count_differences(alone, sample(backend, [[request] for request in asked]))
             backend.close()
+
             for slots in (SLOTS, *options.slots):
                 backend = start(model, dtype, slots)
                 found[f"together in {slots} slots"] = count_differences(alone, sample(backend, [asked]))
                 backend.close()
             results[dtype] = found
+
     report("agreement", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     parser.add_argument("--offload", action="store_true", help="keep the inputs of layers in the host's memory")
     options = parser.parse_args()
+
     jax.config.update("jax_platforms", "cpu")
     sizes = {name: int(size) for name, size in (part.split("=") for part in options.mesh.split(","))}
     sampling = {"max_context_length": options.context, "max_sample_tokens": options.slots * options.context}
@@ -60,14 +61,17 @@ def main() -> None:
         **({} if options.program == "gradient" else sampling),
         compile_cache_dir=None,
     )
+
     content = hf.read_json(hf.resolve_model(options.base_model, with_weights=False), "config.json")
     model = models.find_family(content).config_from_hf(content)
     devices = parse_devices(options.device)
     platform = devices.kind.family
     layout = describe_layout(platform, str(devices), config.mesh)
     plan = plan_start(config, layout, model, np.dtype("bfloat16"), platform=platform, limit_bytes=LIMIT_BYTES)
+
     started = time.process_time()
     [found] = compile_programs(config, layout, model, plan, [options.program])
+
     is_gradient = options.program == "gradient"
     kernel = plan.kernels.attention_name if is_gradient else plan.kernels.pages_name
     results = {
@@ -77,6 +81,7 @@ def main() -> None:
         "steps": found.text and found.text.num_steps,
         "open_loops": found.text and found.text.num_open_loops,
         "kernels": found.text and dict(found.text.kernels),
+        # Memory, then the cost of compiling.
         "temporary_mib": round(found.temporary_bytes / MIB, 1),
         "host_mib": round(found.host_bytes / MIB, 1),
         "total_mib": round(found.total_bytes / MIB, 1),
@@ -86,6 +91,7 @@ def main() -> None:
         "compile_cpu_s": round(time.process_time() - started, 1),
         "problem": found.problem[:200],
     }
+
     report("ahead", options, results, ("jax", "jaxlib"))
 
 

@@ -58,6 +58,7 @@ def compile_cell(model: str, device: str, packages: Path, timeout_s: float) -> d
         plan = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
         if not plan["fits"]:
             return {"problem": "does not fit"}
+
         paths = os.pathsep.join((str(ROOT), str(packages)))
         variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
         command = [sys.executable, "-m", "benchmarks.ahead.plan_programs", *flags, "--programs", "gradient,decode"]
@@ -65,6 +66,7 @@ def compile_cell(model: str, device: str, packages: Path, timeout_s: float) -> d
             done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return {"problem": f"took more than {timeout_s:.0f} s"}
+
     if done.returncode:
         return {"problem": done.stderr.strip().splitlines()[-1][:200]}
     return {key: json.loads(done.stdout)[key] for key in ("mesh", "limits", "kernels", "programs")}
@@ -112,11 +114,13 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     models, devices = [*OWN, *FAMILIES], list(DEVICES)
     yield "| model | devices | mesh | micro-batch | gradient | decode slice | steps | kernels | collectives a layer |"
     yield "|---|---|---|---|---|---|---|---|---|"
+
     for model, device in sorted(newest, key=lambda cell: (models.index(cell[0]), devices.index(cell[1]))):
         found = newest[model, device]
         if "problem" in found:
             yield f"| {model} | {device} | {found['problem']} | | | | | | |"
             continue
+
         gradient, decode = found["programs"]
         mesh = describe_mesh(found)
         remat = ", rematerialized" if found["limits"]["is_rematerialized"] else ""
@@ -128,6 +132,7 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             kernels = ", ".join(dict.fromkeys(map(_kind, text["kernels"]))) or "none"
             in_layers = text["in_layers"].items()
             sent = ", ".join(f"{record['calls'] / layers:.3g} {kind}" for kind, record in in_layers) or "none"
+
         size = f"{found['limits']['micro_batch_tokens']:,}{remat}"
         yield (
             f"| {model} | {device} | {mesh} | {size} | {_memory(gradient)} | {_memory(decode)} | {steps} | {kernels} "
@@ -168,13 +173,16 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also compile cells that have a record")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of a cell")
     options = parser.parse_args()
+
     records = load(RECORDS)
     known = {(record["options"]["model"], record["options"]["device"]) for record in records}
     packages = prepare(COMPILERS).packages
+
     for model in options.models:
         for device in options.devices:
             if (model, device) in known and not options.again:
                 continue
+
             started = time.monotonic()
             results = compile_cell(model, device, packages, options.timeout_s)
             records.append(
@@ -189,9 +197,11 @@ def main() -> None:
                     "results": results,
                 }
             )
+
             save(RECORDS, records)
             write_pages(records)
             print(f"{model} on {device}: {results.get('problem', 'compiled')}, {time.monotonic() - started:.0f} s")
+
     write_pages(records)
 
 

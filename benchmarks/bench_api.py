@@ -60,11 +60,13 @@ def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
         ours, floor = create_training_client(url), create_training_client(stub.url)
         for client in (ours, floor):
             measure_forward_ms(client, data)
+
         stub.replay()
         for _ in range(20):  # warms up connections, imports and caches
             measure_forward_ms(floor, data)
             measure_forward_ms(ours, data)
         pairs = [(measure_forward_ms(ours, data), measure_forward_ms(floor, data)) for _ in range(num_pairs)]
+
     added = summarize([server - bare for server, bare in pairs])
     return {
         "server_ms": summarize([server for server, _ in pairs]),
@@ -80,6 +82,7 @@ def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]
         tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model=BASE_MODEL).result()
     )
     params = tinker.SamplingParams(max_tokens=max_tokens, temperature=1.0)
+
     start = time.perf_counter()
     futures = [client.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params) for _ in range(num_calls)]
     errors: list[str] = []
@@ -88,6 +91,7 @@ def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]
             future.result()
         except Exception as error:  # counted and reported
             errors.append(f"{type(error).__name__}: {error}")
+
     return {
         "calls": num_calls,
         "errors": len(errors),
@@ -139,13 +143,18 @@ def compare(servers: list[LiveServer], calls: Calls, num_blocks: int, count: int
     """Return CPU milliseconds per call of the servers, the ratio to the first one, and their latencies."""
     spent: list[list[float]] = [[], []]
     latencies: list[list[float]] = [[], []]
+
+    # Warm up both servers.
     for server in servers:
         calls(server.url, count)
+
+    # Alternate which server comes first.
     for block in range(num_blocks):
         for index in (0, 1) if block % 2 else (1, 0):
             before = read_cpu_s(servers[index])
             latencies[index] += calls(servers[index].url, count)
             spent[index].append((read_cpu_s(servers[index]) - before) / count * 1e3)
+
     ratios = [new / old for old, new in zip(*spent, strict=True)]
     return {
         "cpu_ms": [summarize(values) for values in spent],
@@ -192,12 +201,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=15, help="blocks of calls of each server, with --against")
     parser.add_argument("--block-calls", type=int, default=200, help="calls of a block, with --against")
     options = parser.parse_args()
+
     raise_file_limit()
     packages = (DISTRIBUTION, "tinker", "uvicorn", "fastapi")
     if options.against is not None:
         results = compare_with(options.against, options.blocks, options.block_calls)
         report("api", options, results, packages)
         return
+
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
         with LiveServer(Path(directory) / "latency", flags=flags) as server:
@@ -206,6 +217,7 @@ def main() -> None:
         flags += ["--backend-config.step-delay-s", "1.0", "--backend-config.max-sample-tokens", "10000000"]
         with LiveServer(Path(directory) / "waiting", flags=flags) as server:
             waiting = measure_waiting(server.url, options.calls, max_tokens=128)
+
     report("api", options, {"latency": latency, "waiting": waiting}, packages)
 
 

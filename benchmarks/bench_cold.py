@@ -109,20 +109,25 @@ def main() -> None:
     )
     parser.add_argument("--one-run", action="store_true", help="measure once, in this process")
     options = parser.parse_args()
+
     if options.one_run:
         json.dump(run(options), sys.stdout)
         return
+
     kinds = (
         {"in the background": count_compile_threads(MAX_TRAINING_COMPILE_THREADS), "on first use": 0}
         if options.threads is None
         else {"run": options.threads}
     )
+
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for _ in range(options.repeats):
             for kind, threads in kinds.items():
                 found[kind].append(_run_in_child(options, model, threads))
+
+    # Summarize the runs of each kind.
     results: dict[str, Any] = {}
     for kind, runs in found.items():
         halves = {
@@ -136,6 +141,7 @@ def main() -> None:
             "cold / warm": compute_quartiles([run["cold"]["s"] / run["warm"]["s"] for run in runs], 2),
             "cold / warm, CPU s": compute_quartiles([run["cold"]["cpu_s"] / run["warm"]["cpu_s"] for run in runs], 2),
         }
+
     report("cold", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -95,16 +95,19 @@ def main() -> None:
         "--directory", type=Path, help="parent of the databases; default: the system's temporary directory"
     )
     options = parser.parse_args()
+
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory, ExitStack() as stack:
         stores = {mode: stack.enter_context(open_store(Path(directory) / mode, mode)) for mode in MODES}
         known = {mode: create_session(store) for mode, store in stores.items()}
         body = bytes(options.body_bytes)
+
         for num_threads in options.threads:
             runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
             for _ in range(options.repeats):
                 for mode, store in stores.items():
                     runs[mode].append(measure_burst(store, known[mode], body, num_threads, options.seconds))
+
             figures: dict[str, Any] = {
                 mode: {name: compute_quartiles([run[name] for run in mine], 2) for name in mine[0]}
                 for mode, mine in runs.items()
@@ -114,6 +117,7 @@ def main() -> None:
                 for full, normal in zip(runs["FULL"], runs["NORMAL"], strict=True)
             ]
             results[f"{num_threads} threads"] = {**figures, "FULL / NORMAL, requests per s": compute_quartiles(ratios)}
+
     report("commits", options, results, ("sqlalchemy", "sqlmodel"))
 
 

@@ -49,6 +49,7 @@ class Client:
             is_sample = isinstance(request, requests.Sample)
             stem = f"sample/{SAMPLER}" if is_sample else f"model/{self._model_id}"
             where: dict[str, Any] = {"sampling_session_id": SAMPLER} if is_sample else {"model_id": self._model_id}
+
             new = NewRequest(
                 key=f"{stem}/{number}",
                 kind=codec.get_kind(request),
@@ -58,6 +59,7 @@ class Client:
                 seq_id=number,
                 **where,
             )
+
             self._harness.api.write_soon(lambda tx, new=new: futures.submit(tx, new, time.time()))
             self._waiting.append(futures.make_request_id(new.key))
             self.num_sent += 1
@@ -88,8 +90,10 @@ def main() -> None:
     )
     parser.add_argument("--keep-all", action="store_true", help="prune nothing")
     options = parser.parse_args()
+
     results_s, requests_s = (1e9, 1e9) if options.keep_all else options.retention_s
     table: list[dict[str, float]] = []
+
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         harness = EngineHarness(directory)
@@ -102,12 +106,14 @@ def main() -> None:
             housekeeping_interval_s=0.5,
             snapshot_interval_s=1.0,
         )
+
         with live_engine(settings, FakeBackend("tiny", FakeConfig(vocab_size=128))):
             model_id, _ = harness.create()
             client, start = Client(harness, model_id, options.in_flight), time.perf_counter()
             while client.num_sent < options.requests:
                 client.send(min(options.every, options.requests - client.num_sent))
                 client.fetch(0)
+
                 num_rows = harness.api.read(lambda tx: tx.exec(select(func.count()).select_from(RequestRow)).one())
                 table.append(
                     {
@@ -119,6 +125,7 @@ def main() -> None:
                     }
                 )
         harness.close()
+
     sizes = [row["database_kib"] for row in table]
     half = len(sizes) // 2
     growth = {"largest size, second half / first half": round(max(sizes[half:]) / max(sizes[:half]), 3)}

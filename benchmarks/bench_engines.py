@@ -167,10 +167,12 @@ def main() -> None:
     parser.add_argument("--bursts", type=int, default=12)
     parser.add_argument("--work", nargs="+", choices=("train", "sample", "bursts"), default=["train", "sample"])
     options = parser.parse_args()
+
     results: dict[str, Any] = {}
     with PostgresqlServer(is_durable=True) as database:
         if "bursts" in options.work:
             results["bursts"] = measure_bursts(options, database)
+
         for work in [work for work in options.work if work != "bursts"]:
             pairs = [
                 {number: measure(options, database, work, number) for number in (1, options.engines)}
@@ -184,6 +186,7 @@ def main() -> None:
                 }
                 for pair in pairs
             ]
+
     report("engines", options, results, ["sqlalchemy", "psycopg"])
 
 

@@ -144,10 +144,12 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
         backend.optim_step(ADAPTER, OptimizerParams())
 
     first = measure_cost(step)
+
     compiles = CompileCounter()
     with wait_for_measurements():
         seconds = [measure_cost(step).wall_s for _ in range(repeats)]
         late, rates, of_step = compiles.take()["compiles"], _measure_rates(), profile(step)
+
     tokens, flops = scale.rows * scale.length, compute_least_flops(shape, RANK, [scale.length] * scale.rows, True)
     return {
         "tokens_per_s": compute_quartiles([tokens / duration for duration in seconds], 1),
@@ -195,8 +197,10 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
             left -= tokens
             yield time.perf_counter() - before, tokens
 
+    # Warm up with chunks of all sizes.
     first = measure_cost(lambda: [begin(choose_warm_up_lengths(slots, scale), 2), list(steps(2 * slots))])
     most, compiles = slots * JaxConfig().decode_slice_tokens, CompileCounter()
+
     with wait_for_measurements():
         begin([scale.prompt] * slots, scale.new)
         found = list(steps(slots * scale.new - (2 + WARM_UP_SLICES) * most))
@@ -205,11 +209,14 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
         list(steps(slots * scale.new - sum(drawn)))
         begin([scale.prompt] * MAX_PROMPTS_TOGETHER, 1)
         rates, of_prefill = _measure_rates(), profile(lambda: list(steps(MAX_PROMPTS_TOGETHER)))
+
+    # Full slices are decoding, the rest is prefill.
     whole = [seconds for seconds, tokens in found if tokens == most][WARM_UP_SLICES:]
     work = Work(slots, scale.prompt, 1, scale.new)
     num_bytes = compute_least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
     bytes_per_slice = num_bytes * most / slots
     prefill_s = sum(seconds for seconds, tokens in found if tokens < most)
+
     return {
         "tokens_per_s": compute_quartiles([most / duration for duration in whole], 1),
         "ms_per_step": compute_quartiles([1e3 * duration * slots / most for duration in whole], 2),
@@ -293,8 +300,10 @@ def run_tests(task: str) -> dict[str, Any]:
         str(min(os.cpu_count() or 1, 8)),
         *TESTS[task],
     ]
+
     variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+
     print(run.stdout, flush=True)
     summary = run.stdout.strip().splitlines()[-1]
     return (
@@ -328,22 +337,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measured training steps")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
+
     if options.part:
         print(json.dumps(measure(options.part, options.models[0], options.repeats)))
         return
+
     end = time.monotonic() + 60 * options.minutes
     device = _read_device()
     if not device.startswith("gpu") and options.models != ["tiny"]:
         sys.exit(f"no GPU: the first device of JAX is {device}; --models tiny runs on any")
+
+    # Leave out parts with a record of this commit.
     records, now = load(options.records), get_commit()
     known = {(record["options"]["part"], record["options"]["model"]) for record in records if record["commit"] == now}
     left = [part for part in list_parts(options.models) if options.again or part not in known]
     if options.skip_tests:
         left = [part for part in left if part[0] not in TESTS]
+
     for number, (task, model) in enumerate(left):
         if end - time.monotonic() < EXPECTED_S[model or task]:
             print(f"{len(left) - number} parts remain; run the same command again")
             break
+
         before = time.monotonic()
         results = measure_in_child(task, model, options)
         records.append(
@@ -359,6 +374,7 @@ def main() -> None:
             }
         )
         save(options.records, records)
+
         shown = results.get("problem") or results.get("summary") or results.get("tokens_per_s")
         print(f"{task} {model}: {shown}, {time.monotonic() - before:.0f} s", flush=True)
 

@@ -139,10 +139,12 @@ class Run:
         """Run a phase within its time limit and record it, if it is due or another phase needs it."""
         if not (needed or self._is_due(phase)):
             return
+
         left_s = self._end - time.monotonic()
         if left_s < LEAST_S:
             print(f"{phase}: not started, as {max(left_s, 0):.0f} s are left; run the same command again", flush=True)
             return
+
         limit_s, started = min(self._limits[phase], left_s), time.monotonic()
         problem: dict[str, Any] = {}
         with MemoryWatch() as memory:
@@ -155,9 +157,11 @@ class Run:
                     problem["ended_with_the_run"] = True
             except PhaseFailed as error:
                 problem, results = {"problem": str(error)}, error.results
+
         if problem and self._server is not None:
             self._server.kill()  # it may still work on requests of the phase
             self._server = None
+
         took_s = time.monotonic() - started
         self._ended.add(phase)
         self.records.put(phase, {**problem, **results, **memory.figures, "phase_s": round(took_s, 1)})
@@ -290,9 +294,11 @@ def main() -> None:
     default_work = Path(tempfile.gettempdir()) / "skyrl_tx-gpu_rl"
     parser.add_argument("--work", type=Path, default=default_work, help="directory of checkpoint, servers and log")
     options = parser.parse_args()
+
     options.shape = options.shape or ("tiny" if options.model.startswith("tiny") else "fixed-512")
     if read_device_name() == NO_GPU and not options.model.startswith("tiny"):
         sys.exit("no GPU: nvidia-smi does not find one; --model tiny runs on any machine")
+
     exit_on_sigterm()
     Run(options).run()
 

@@ -103,13 +103,16 @@ def main() -> None:
         "--run", action="store_true", help="also run the step and report the peak memory of the process"
     )
     options = parser.parse_args()
+
     configure_jax(JaxConfig(compile_cache_dir=None))
     remat = RematPolicy.FULL if options.remat else RematPolicy.SAVE_MATMULS
     config, shape = make_model(options), {"remat": remat}
+
     logits = options.tokens * options.vocab * 4
     step = estimate_bytes(config, options.dtype, options.tokens, **shape)
     costs = estimate_costs(make_shapes(config, options.dtype), config, "cpu")
     estimate = costs.count_micro_batch_bytes(options.tokens, remat=remat)
+
     results = {
         "logits_mib": logits / MIB,
         "step_mib": step / MIB,
@@ -117,6 +120,7 @@ def main() -> None:
         "step / logits": step / logits,
         "estimate / step": estimate / step,
     }
+
     if options.run:
         results |= measure_peak(config, options.dtype, options.tokens, **shape)
     report("memory", options, {name: round(value, 3) for name, value in results.items()}, ("jax", "jaxlib"))

@@ -115,8 +115,10 @@ class Setup:
             max_sampler_adapters=adapters,
             max_lora_adapters=1,
         )
+
         backend = JaxBackend(str(self.model), config)
         backend.start()
+
         for number in range(adapters):
             model = ModelId("m")
             backend.create_model(model, ModelSpec(lora=LoraSpec(rank=self.rank, seed=number)))
@@ -192,6 +194,8 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
     for contestant in contestants:
         first = contestant.turn()
         warm[contestant.name] = {"first_turn_s": round(first.wall_s, 2), **compiles.take()}
+
+    # Measure the machine before each turn.
     rate, band = MatmulRate(), Bandwidth()
     compiles.take()
     per_flop: list[float] = []
@@ -202,6 +206,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
             per_flop.append(rate.sample().wall_s)
             per_byte.append(band.sample().wall_s)
             costs[contestant.name].append(contestant.turn())
+
     flop_s, byte_s = statistics.median(per_flop), statistics.median(per_byte)
     results: dict[str, Any] = {
         "matmul_gflops_per_s": round(1e-9 / flop_s, 1),
@@ -209,6 +214,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         "compiles_after_warm_up": compiles.take()["compiles"],
         "peak_memory_mb": peak_memory_mb(),
     }
+
     for contestant in contestants:
         own = costs[contestant.name]
         least = contestant.steps * max(contestant.flops_per_step * flop_s, contestant.bytes_per_step * byte_s)
@@ -219,6 +225,8 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
             "share_of_roofline": compute_quartiles([least / cost.wall_s for cost in own]),
             **warm[contestant.name],
         }
+
+    # Compare each contestant with the first one.
     first = contestants[0]
     for contestant in contestants[1:]:
         pairs = list(zip(costs[first.name], costs[contestant.name], strict=True))
@@ -310,9 +318,11 @@ def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: Compi
     def stagger(longs: list[SampleRequest], shorts: list[SampleRequest]) -> list[list[SampleRequest]]:
         return [longs, *([short] if turn == 0 else [] for short in shorts for turn in range(2))]
 
+    # Warm up both kinds of arrivals.
     run([[*work(0)[0], *work(0)[1]]])
     run(stagger(*work(1)))
     compiles.take()
+
     lone: list[float] = []
     among: list[float] = []
     slices: list[float] = []
@@ -327,6 +337,7 @@ def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: Compi
         among += latencies
         slices += steps
         ratios.append(at_once / seconds)
+
     bound = 2 * quantile(lone, 0.5) + quantile(slices, 0.5)
     return {
         "compiles_after_warm_up": compiles.take()["compiles"],
@@ -377,6 +388,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measured turns of each contestant")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
     parser.add_argument("--shape", default="16x64x4x128", help="prompts x prompt length x samples per prompt x tokens")
+
+    # Arguments of single scenarios.
     parser.add_argument("--against-generate", action="store_true", help="steady: compare with generate of transformers")
     parser.add_argument("--adapters", type=int, default=64, help="adapters: number of adapters")
     parser.add_argument("--long", type=int, default=8, help="staggered: number of requests for 1,000 tokens")
@@ -390,10 +403,12 @@ def main() -> None:
     parser.add_argument("--futures", type=int, default=2000, help="futures: number of concurrent futures")
     parser.add_argument("--slots", type=int, default=64, help="futures: sample_slots of the server")
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, Work(*map(int, options.shape.split("x"))))
         results = SCENARIOS[options.scenario](setup, options, CompileCounter())
+
     report("sampling", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--slice-tokens", type=int, default=16, help="steps of a slice")
     parser.add_argument("--slices", type=int, default=100, help="slices that are measured")
     options = parser.parse_args()
+
     num_slots = options.slots
     memory = SampleMemory(num_slots=num_slots, tokens=num_slots * LENGTH, prefix_tokens=0, max_length=LENGTH)
     config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens).with_platform_defaults("cpu")
@@ -79,9 +80,12 @@ def main() -> None:
         scheduler,
         *(make_request(f"r{i}", make_prompt(20, seed=i + 1), max_tokens=max_tokens) for i in range(num_slots)),
     )
+
+    # Step until all slots decode.
     while scheduler.meters().decode_slots_used != num_slots:
         scheduler.step()
     scheduler.step()  # the first slice of these rows
+
     device.inputs_s.clear()
     device.is_measured = True
     slices_s: list[float] = []
@@ -89,6 +93,7 @@ def main() -> None:
         started = time.thread_time()
         scheduler.step()
         slices_s.append(time.thread_time() - started)
+
     results = {
         name: round(1e3 * seconds, 3)
         for name, seconds in (
@@ -97,6 +102,7 @@ def main() -> None:
             ("inputs_cpu_ms", statistics.median(device.inputs_s)),
         )
     }
+
     report("scheduler", options, results, ("numpy", "jax"))
 
 

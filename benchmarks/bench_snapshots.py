@@ -98,8 +98,10 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, help="snapshot_interval_s, if not the default")
     parser.add_argument("--requests", type=int, help="snapshot_interval_requests, if not the default")
     options = parser.parse_args()
+
     limits = {"snapshot_interval_s": options.interval_s, "snapshot_interval_requests": options.requests}
     given = {name: value for name, value in limits.items() if value is not None}
+
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         model = write_preset(options.model, root / "model")
@@ -109,11 +111,13 @@ def main() -> None:
         ):
             for trainer in (kept, bare):
                 trainer.run_segment(max(2, options.steps // 4))  # compiles the programs
+
             kept.num_snapshots = 0
             pairs = [
                 (kept.run_segment(options.steps), bare.run_segment(options.steps)) for _ in range(options.segments)
             ]
             settings = kept.harness.settings
+
     added_s = statistics.median(with_them.wall_s - without.wall_s for with_them, without in pairs)
     per_segment = kept.num_snapshots / options.segments
     results: dict[str, Any] = {
@@ -129,6 +133,7 @@ def main() -> None:
         ),
         "added_s_per_snapshot": round(added_s / per_segment, 4) if per_segment else None,
     }
+
     report("snapshots", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -162,6 +162,8 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         first = contestant.step()
         warm[contestant.name] = {"first_step_s": round(first.wall_s, 2), **compiles.take()}
         contestant.step()
+
+    # Measure the machine before each step.
     rate = MatmulRate()
     compiles.take()
     matmul: list[Cost] = []
@@ -170,6 +172,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         for contestant in contestants:
             matmul.append(rate.sample())
             costs[contestant.name].append(contestant.step())
+
     late = compiles.take()
     wall_per_flop = statistics.median(cost.wall_s for cost in matmul)
     cpu_per_flop = statistics.median(cost.cpu_s for cost in matmul)
@@ -179,6 +182,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         "compiles_after_warm_up": late["compiles"],
         "peak_memory_mb": peak_memory_mb(),
     }
+
     for contestant in contestants:
         own = costs[contestant.name]
         results[contestant.name] = {
@@ -192,6 +196,8 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
             ),
             **warm[contestant.name],
         }
+
+    # Compare each contestant with the first one.
     first = contestants[0]
     for contestant in contestants[1:]:
         pairs = list(zip(costs[first.name], costs[contestant.name], strict=True))
@@ -213,6 +219,7 @@ def run_peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
         "rank": setup.rank,
         "unembed": setup.train_unembed,
     }
+
     child = subprocess.Popen(
         [environment.python, Path(__file__).parent / "peft_trainer.py", setup.model, json.dumps(work)],
         stdin=subprocess.PIPE,
@@ -357,6 +364,8 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=DEFAULT_MICRO_BATCH_TOKENS, help="tokens of a micro-batch"
     )
+
+    # Arguments of single scenarios.
     parser.add_argument("--shape", default="8x256", help="steady, slots, optim, host: sequences x tokens")
     parser.add_argument("--against-peft", action="store_true", help="steady: compare with transformers + peft")
     parser.add_argument("--datums", type=int, default=64, help="ragged: number of sequences")
@@ -364,6 +373,7 @@ def main() -> None:
     parser.add_argument("--tenant-rows", type=int, default=4, help="tenants: sequences per request")
     parser.add_argument("--tenant-length", type=int, default=128, help="tenants: tokens per sequence")
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, options.unembed, options.micro_batch_tokens)
@@ -371,6 +381,7 @@ def main() -> None:
         scenarios = (steady, ragged, tenants, slots, optim, host)
         scenario = {function.__name__: function for function in scenarios}[options.scenario]
         results = scenario(setup, lambda contestants: measure(contestants, options.repeats, compiles), options)
+
     report("training", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -28,11 +28,14 @@ def profile(work: Callable[[], object], most: int = 16) -> dict[str, Any]:
         spans = [(event.name, event.start_ns, event.duration_ns) for event in events]
     if not spans:
         return {}
+
+    # Add up the kernels of each name.
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for name, _, duration in spans:
         entry = found[re.sub(r"[._]\d+$", "", name)]
         entry[0] += duration / 1e6
         entry[1] += 1
+
     slowest = sorted(found.items(), key=lambda item: -item[1][0])[:most]
     first, last = min(start for _, start, _ in spans), max(start + length for _, start, length in spans)
     return {

@@ -140,15 +140,21 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
     params = types.SamplingParams(max_tokens=sizes.tokens, stop=[])
     one = types.SamplingParams(max_tokens=1, stop=[])
     prompts = [types.ModelInput.from_ints(row.tolist()) for row in sizes.make_prompts(1)]
+
     with run_server(sizes, slots) as server, create_client(server) as service, create_client(server) as other_service:
         client, other = (
             client.create_sampling_client(base_model=str(sizes.model)).result() for client in (service, other_service)
         )
+
+        # Warm up with all prompts.
         for warm in [client.sample(prompt, 1, params) for prompt in prompts]:
             warm.result()
+
+        # Time first tokens without other load.
         lone: list[float] = []
         for prompt in prompts:
             lone.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
+
         errors: list[str] = []
         ended: list[float] = []
         under_load: list[float] = []
@@ -163,6 +169,7 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
                     errors.append(f"{type(error).__name__}: {error}")
                 ended.append(time.perf_counter() - start)
 
+            # Sample single tokens while the futures wait.
             pending = [client.sample(prompts[index % len(prompts)], 1, params) for index in range(count)]
             submitted_s = time.perf_counter() - start
             waits = [pool.submit(wait, future) for future in pending]
@@ -170,6 +177,7 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
                 prompt = prompts[len(under_load) % len(prompts)]
                 under_load.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
             etimesed = time.perf_counter() - start
+
     return {
         "futures": count,
         "errors": len(errors),
@@ -205,6 +213,7 @@ def measure_iterations(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Alternate iterations through the SDK and a server with the same work on a backend alone."""
     slots = sizes.prompts * sizes.samples
     times: list[tuple[IterationTimes, IterationTimes]] = []
+
     with run_server(sizes, slots) as server, create_client(server) as service:
         alone = BackendAlone(sizes, slots)
         training = service.create_lora_training_client(str(sizes.model), rank=sizes.rank, seed=0).result()
@@ -213,6 +222,7 @@ def measure_iterations(sizes: Sizes, repeats: int) -> dict[str, Any]:
             if seed:  # the first compiles
                 times.append(pair)
         alone.close()
+
     parts = {"save": "saved", "until sampled": "sampled", "all": "trained"}
     return {
         **{
@@ -232,6 +242,7 @@ def run_through_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
     start = time.perf_counter()
     sampler = training.save_weights_and_get_sampling_client().result()
     saved = time.perf_counter() - start
+
     prompts = sizes.make_prompts(seed)
     pending = [
         sampler.sample(
@@ -241,6 +252,8 @@ def run_through_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
         )
         for number, prompt in enumerate(prompts)
     ]
+
+    # Turn each sample into a datum.
     data: list[types.Datum] = []
     for prompt, answer in zip(prompts, pending, strict=True):
         for index, sequence in enumerate(answer.result().sequences):
@@ -251,6 +264,7 @@ def run_through_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
                 types.Datum(model_input=types.ModelInput.from_ints(row[:-1].tolist()), loss_fn_inputs=dict(inputs))
             )
     sampled = time.perf_counter() - start
+
     passed = training.forward_backward(data, LOSS)
     stepped = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
     passed.result()
@@ -287,6 +301,7 @@ class BackendAlone:
         start = time.perf_counter()
         backend.load_sampler(sampler, backend.capture(self._model, {StatePart.WEIGHTS}))
         saved = time.perf_counter() - start
+
         requests = [
             SampleRequest(
                 request_id=RequestId(f"{seed}.{number}"),
@@ -298,6 +313,7 @@ class BackendAlone:
             )
             for number, prompt in enumerate(sizes.make_prompts(seed))
         ]
+
         tokens: dict[tuple[RequestId, int], list[np.ndarray]] = {}
         logprobs: dict[tuple[RequestId, int], list[np.ndarray]] = {}
         backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
@@ -305,12 +321,15 @@ class BackendAlone:
             for delta in deltas:
                 tokens.setdefault((delta.request_id, delta.index), []).append(delta.tokens)
                 logprobs.setdefault((delta.request_id, delta.index), []).append(delta.logprobs)
+
+        # Turn each sample into a training example.
         examples: list[PassExample] = []
         for request in requests:
             for index in range(sizes.samples):
                 where = request.request_id, index
                 row = np.concatenate([request.prompt, *tokens[where]])
                 inputs = make_loss_inputs(row, np.concatenate(logprobs[where]), index)
+
                 examples.append(
                     PassExample(
                         request_id=RequestId(f"p{seed}"),
@@ -322,8 +341,10 @@ class BackendAlone:
                     )
                 )
         sampled = time.perf_counter() - start
+
         backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
         backend.optim_step(self._model, OptimizerParams(learning_rate=LEARNING_RATE))
         trained = time.perf_counter() - start
+
         backend.drop_sampler(sampler)
         return IterationTimes(saved, sampled, trained)

@@ -70,6 +70,7 @@ def get_quartiles(figure: Any) -> tuple[float, float] | None:
 def draw_dots(axes: Axes, rows: Sequence[tuple[str, Any, float | None]], *, unit: str, digits: int = 2) -> None:
     """Draw one row per figure, from the top: median, quartiles, and the target as a dashed mark."""
     widest = max(max(get_median(figure), target or 0) for _, figure, target in rows)
+
     for y, (_, figure, target) in enumerate(reversed(rows)):
         if quartiles := get_quartiles(figure):
             axes.plot(quartiles, (y, y), color=BLUE, linewidth=2, alpha=0.6, solid_capstyle="butt")
@@ -81,6 +82,7 @@ def draw_dots(axes: Axes, rows: Sequence[tuple[str, Any, float | None]], *, unit
         axes.annotate(label, (end, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
         if target is not None:
             axes.plot((target, target), (y - 0.35, y + 0.35), color=ORANGE, linewidth=2, linestyle=(0, (2, 1)))
+
     axes.set_yticks(range(len(rows)), [name for name, _, _ in reversed(rows)])
     axes.set_ylim(-0.6, len(rows) - 0.3)
     axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
@@ -138,10 +140,12 @@ def speed() -> Figure:
         rows.append(
             (f"training {model}, {shape}", find_latest("training", name, model=model, shape=shape)[name], target)
         )
+
     for contestant in ("base model", "one adapter"):
         name = f"{contestant} / {GENERATE}, tokens/s"
         found = find_latest("sampling", name, shape="16x64x4x128")[name]
         rows.append((f"sampling 30M, {contestant}", found, 8.0 if contestant == "base model" else None))
+
     draw_dots(axes, rows, unit="throughput relative to transformers + peft (training), generate (sampling)")
     axes.axvline(1, color=TEXT, linewidth=1, alpha=0.6)
     return figure
@@ -175,6 +179,7 @@ def overhead() -> Figure:
     adapters = find_latest("sampling", "64 adapters / base model, tokens/s")
     staggered = find_latest("sampling", "throughput staggered / at once", memory_fraction=1.0)
     snapshots = find_latest("snapshots", "throughput with / without")
+
     rows: list[tuple[str, Any, float | None]] = [
         ("random sequence lengths", training("length 20 to 700 / length 384, tokens per s", datums=256), 0.85),
         ("64 adapter slots instead of 2", training("64 slots / 2 slots, tokens per s"), 0.97),
@@ -186,6 +191,7 @@ def overhead() -> Figure:
         ("sampling with 64 adapters", adapters["64 adapters / base model, tokens/s"], None),
         ("staggered arrival of samples", staggered["throughput staggered / at once"], 0.9),
     ]
+
     draw_dots(axes, rows, unit="throughput relative to the same work without the feature")
     axes.axvline(1, color=TEXT, linewidth=1, alpha=0.6)
     return figure
@@ -196,6 +202,7 @@ def drawing() -> Figure:
     figure, axes = make_figure(3.2)
     found = find_latest("sampling", "vocabulary 151936, flat", scenario="drawing")
     names = list(found["vocabulary 151936, flat"])
+
     for offset, color, vocabulary in ((-0.2, BLUE, "151936"), (0.2, GREEN, "16384")):
         values = found[f"vocabulary {vocabulary}, flat"]
         known = [(y, get_median(values[name])) for y, name in enumerate(names) if name in values]
@@ -206,6 +213,7 @@ def drawing() -> Figure:
             color=color,
             label=f"vocabulary {int(vocabulary):,}",
         )
+
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds per decode step of 64 samples, flat logits")
@@ -286,6 +294,7 @@ def database() -> Figure:
             color=color,
             label=label,
         )
+
     axes.set_xlabel("thousand completed requests")
     axes.set_ylabel("database, MiB")
     axes.set_xlim(left=0)

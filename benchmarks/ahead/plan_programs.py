@@ -44,6 +44,7 @@ def main(given: Sequence[str]) -> int:
         metavar="PROGRAM,…",
         help=f"all by default, which are {', '.join(PROGRAMS)}",
     )
+
     try:
         arguments = parser.parse_args(given)
         account, config = plan_from_flags(arguments, read(arguments))

@@ -141,6 +141,7 @@ class _Computations:
             elif instruction.opcode == "while":
                 self._loop(instruction, work)
             elif instruction.opcode == "conditional":
+                # Only the branch with the most steps counts.
                 names = [
                     name for found in _BRANCHES.findall(instruction.rest) for name in _NAME.findall("".join(found))
                 ]

@@ -83,11 +83,13 @@ def compile_programs(
     assert layout.mesh is not None
     shapes = _Shapes(config.with_platform_defaults(mesh.get_platform(layout)), layout, model, plan)
     layer_steps = {group.num_repeats for group in model.groups} - {1}
+
     for name in names:
         started = time.monotonic()
         # GPU kernels depend on the GPU of the mesh; `configure_jax` sets the precision.
         with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), jax.default_matmul_precision("highest"):
             lowered, detail, planned = getattr(shapes, name)()
+
         try:
             compiled, text = _compile(lowered, layout)
         except jax.errors.JaxRuntimeError as error:
@@ -96,6 +98,7 @@ def compile_programs(
             seconds, problem = time.monotonic() - started, " ".join(str(error).split())
             yield CompiledProgram(name=name, detail=detail, compile_s=seconds, planned_bytes=planned, problem=problem)
             continue
+
         memory = compiled.memory_analysis()
         yield CompiledProgram(
             name=name,

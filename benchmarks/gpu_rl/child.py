@@ -47,12 +47,14 @@ def run_module(
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if python != Path(sys.executable):
         variables.pop("PYTHONPATH", None)  # packages for this interpreter
+
     with tempfile.TemporaryDirectory() as folder, log.open("ab") as output:
         begins_at = output.tell()
         inputs, results = Path(folder) / "arguments.json", Path(folder) / "results.json"
         inputs.write_text(json.dumps(arguments))
         command = [str(python), "-m", f"benchmarks.gpu_rl.{module}", str(inputs), str(results)]
         process = start_group(command, variables, output)
+
         try:
             code = process.wait(max(limit_s, 0.0))
         except subprocess.TimeoutExpired:
@@ -60,6 +62,7 @@ def run_module(
         finally:
             kill_group(process)
             figures = _read(results)
+
         if code:
             text = log.read_bytes()[begins_at:].decode(errors="replace")
             raise PhaseFailed(f"{module} ended with {code}: {text.strip()[-LOG_TAIL:]}", figures)

@@ -26,10 +26,12 @@ def main(url: str, shape: dict[str, Any], vocab_size: int, rounds: dict[str, int
     sizes = Shape(**shape)
     results: dict[str, Any] = {"hand_over": {}}
     prompt = sizes.draw_prompts(vocab_size, seed=2000)[0][:PROMPT_TOKENS]
+
     with connect(url) as service:
         before: dict[str, Any] = {}
         probe(service, sizes, vocab_size, before)
         results["greedy"] = before["greedy"]
+
         clients: list[tinker.TrainingClient] = []
         for tenants, count in rounds.items():
             clients += [create_adapter(service) for _ in range(int(tenants) - len(clients))]

@@ -45,6 +45,7 @@ def main(url: str, shape: dict[str, Any], vocab_size: int, iterations: int) -> N
     sizes = Shape(**shape)
     results: dict[str, Any] = {"iterations": []}
     started = time.perf_counter()
+
     with connect(url) as service:
         training = create_adapter(service)
         results["create_adapter_s"] = round(time.perf_counter() - started, 3)
@@ -52,6 +53,7 @@ def main(url: str, shape: dict[str, Any], vocab_size: int, iterations: int) -> N
             record: dict[str, Any] = {"kind": "timed" if number else "warm-up"}
             results["iterations"].append(record)
             iterate(training, url, sizes, vocab_size, number, record, results)
+
     metrics = read_metrics(url)
     results["server"] = {
         "slots": metrics.get("skyrl_tx_decode_slots"),

@@ -54,6 +54,7 @@ class Records:
                 "results": results,
             }
         )
+
         for file in self.files:
             file.parent.mkdir(parents=True, exist_ok=True)
             new = file.with_suffix(".new")

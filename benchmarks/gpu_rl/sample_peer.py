@@ -30,10 +30,13 @@ def main(model: str, prompts: list[list[int]], lengths: list[int]) -> None:
         "out_of_memory_at": [],
     }
     save_progress(results)
+
     started = time.perf_counter()
     sampler = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
     sampler = sampler.to("cuda" if is_gpu else "cpu").eval()
     results["load_s"] = round(time.perf_counter() - started, 2)
+
+    # Halve the samples until they fit in memory.
     count = len(prompts)
     for most in sorted({min(FIRST_TOKENS, max(lengths)), max(lengths)}):
         while True:
@@ -46,6 +49,7 @@ def main(model: str, prompts: list[list[int]], lengths: list[int]) -> None:
                 count //= 2
                 if count < LEAST_SAMPLES:
                     raise
+
         if is_gpu:
             results["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         save_progress(results)

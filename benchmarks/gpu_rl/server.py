@@ -35,10 +35,12 @@ class Server:
             "HF_HUB_OFFLINE": "1",
         }
         command = [sys.executable, "-m", "skyrl_tx", "serve", "--base-model", str(model), "--port", "0", *flags]
+
         started = time.perf_counter()
         with log.open("ab") as file:
             self._log, self._log_begins_at = log, file.tell()
             self._process = start_group(command, variables, file)
+
         try:
             self.url = self._wait_until_ready(started + limit_s)
         except BaseException:

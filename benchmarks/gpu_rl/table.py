@@ -18,9 +18,12 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
     }
     iterations = found["iterations"].get("iterations", [])
     first, last = (iterations[0] if iterations else {}), (iterations[-1] if len(iterations) > 1 else {})
+
     is_target = (model, shape) == ("Qwen3-4B", "fixed-512")
     bars = next((bars for name, bars in ITERATION_TARGETS_S.items() if name in device and is_target), None)
+
     rows = [
+        # The last iteration, and the peers.
         ("iteration, s", _show(last, "iteration_s"), f"at most {bars[0]}; goal {bars[1]}" if bars else "none"),
         (
             "of it sampling; training; save; client, s",
@@ -35,6 +38,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
             _show(last.get("sampler_to_trainer_nats", {}), "mean", "max"),
             "none",
         ),
+        # Warm-up, starts and the restart.
         (
             "warm-up iteration, s: all; first result; programs compiled",
             _show(first, "iteration_s", "first_result_s", "programs_compiled"),
@@ -43,6 +47,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
         ("cold, s: ready; first sample; first step", _show_start(found["cold"], found["serve"]), "none"),
         ("warm, s: ready; first sample; first step", _show_start(found["warm"], {}), "none"),
         ("greedy samples before and after a restart", _compare_greedy(found["hand_over"], found["warm"]), "equal"),
+        # Hand-overs, and sizes of the server.
         *(
             (
                 f"save to first sample, {count} tenant{'s' * (count != '1')}, s: p50; p95",
@@ -57,6 +62,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
             "none",
         ),
     ]
+
     lines = [f"| {model}, {shape}, {device} | Result | Target |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {result} | {target} |" for what, result, target in rows)])
 

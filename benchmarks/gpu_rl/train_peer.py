@@ -29,11 +29,13 @@ def main(model: str, lengths: list[int], row_tokens: int, steps: int, rank: int)
         "layouts": {},
     }
     save_progress(results)
+
     started = time.perf_counter()
     trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
     trained = get_peft_model(trained, LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear"))
     trained.train()
     results["load_s"] = round(time.perf_counter() - started, 2)
+
     parameters = [weight for weight in trained.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
@@ -51,6 +53,7 @@ def main(model: str, lengths: list[int], row_tokens: int, steps: int, rank: int)
                 tokens //= 2
                 if tokens < LEAST_TOKENS:
                     raise
+
         results["layouts"][layout.__name__] = {"at_most_tokens": tokens, "out_of_memory_at": too_much, **figures}
         results["tokens_per_s"] = max(found["tokens_per_s"] for found in results["layouts"].values())
         if device == "cuda":

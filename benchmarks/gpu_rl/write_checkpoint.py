@@ -19,12 +19,15 @@ def main(directory: str, config: dict[str, Any], max_shard_size: str) -> None:
     path, started = Path(directory), time.perf_counter()
     shutil.rmtree(path, ignore_errors=True)
     model_type = config.pop("model_type")
+
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.bfloat16)
     made = time.perf_counter()
+
     model.save_pretrained(path, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(path)
+
     num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     save_progress(
         {
