@@ -176,7 +176,7 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
             while not all(future.done() for future in waits):
                 prompt = prompts[len(under_load) % len(prompts)]
                 under_load.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
-            etimesed = time.perf_counter() - start
+            elapsed_s = time.perf_counter() - start
 
     return {
         "futures": count,
@@ -185,8 +185,8 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
         "statuses": dict(sorted(statuses.counts.items())),
         "resident_mb": peaks.report(),
         "submitted_s": round(submitted_s, 2),
-        "all_s": round(etimesed, 2),
-        "tokens_per_s": round(count * sizes.tokens / etimesed, 1),
+        "all_s": round(elapsed_s, 2),
+        "tokens_per_s": round(count * sizes.tokens / elapsed_s, 1),
         "first_result_s": round(min(ended), 2),
         "result_s": compute_quartiles(ended, 2),
         "first_token_alone_s": compute_quartiles(lone),
