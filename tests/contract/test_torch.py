@@ -59,5 +59,5 @@ class TestTorchWithStates(TestTorch):
 
 
 def test_experts_are_refused_by_name():
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts holds experts in one tensor"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts has its experts in one tensor"):
         torch_backend(MOE).start()
