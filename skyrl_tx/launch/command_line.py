@@ -26,6 +26,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
+from skyrl_tx.process.text import make_line
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
@@ -219,7 +220,10 @@ def format_time(seconds: float | None) -> str | None:
 
 
 def format_table(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the lines of a table of records. All records must have the same keys."""
+    """Yield the lines of a table of records. All records must have the same keys.
+
+    Control characters in text from clients are replaced.
+    """
     rows = [[_format_cell(value) for value in record.values()] for record in records]
     rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -234,6 +238,6 @@ def _format_cell(value: object) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return ", ".join(map(str, value)) or "-"
+            return make_line(", ".join(map(str, value))) or "-"
         case _:
-            return str(value)
+            return make_line(str(value))

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from skyrl_tx.process.text import make_line, make_visible
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -93,16 +95,34 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """Writes a line per record, for example `2026-01-31T12:00:00.123Z INFO engine message`.
+
+    Text of clients, for example a path, cannot add a line or control the terminal: hidden
+    characters and newlines in a message are replaced, and a traceback's further lines are indented.
+    """
+
+    converter = time.gmtime
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format a record without its traceback."""
+        return make_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """Format a traceback."""
+        return make_visible(super().formatException(ei)).replace("\n", "\n  ")
+
+
 def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat = "text") -> None:
     """Send the log of this process to stderr. Libraries log only warnings and errors.
 
-    A text line is, for example, `2026-01-31T12:00:00.123Z INFO engine message`. For JSON see
-    `JsonFormatter`.
+    The format is `TextFormatter` or `JsonFormatter`.
     """
-    text = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
-    text.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(role) if log_format == "json" else text)
+    handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter(role))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -15,6 +15,7 @@ from typing import get_args
 from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
 from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
+from skyrl_tx.process.text import make_line
 
 _COMMANDS_PACKAGE = "skyrl_tx.tools.commands"
 
@@ -158,7 +159,7 @@ def _run(command: Command, given: Sequence[str]) -> int:
         sys.stdout.flush()
     except CommandError as error:
         for line in str(error).splitlines():
-            print(f"skyrl-tx {command.name}: {line}", file=sys.stderr)
+            print(f"skyrl-tx {command.name}: {make_line(line)}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
         # The program that reads our output has ended, for example `head`. Without /dev/null as standard output,

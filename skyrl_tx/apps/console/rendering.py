@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl_tx.apps.console.login import SECURITY_HEADERS
+from skyrl_tx.process.text import make_visible
 
 STATIC = Path(__file__).parent / "static"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -28,16 +28,6 @@ _DASH = "–"
 _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-_MAX_CHARS = 20_000
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
-    "\U000e0000-\U000e007f]"
-)
-"""Control characters, and characters that change the direction of text or have no width.
-
-Tab and newline are allowed. See
-Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574.
-"""
 
 
 def format_count(value: float | None) -> str:
@@ -127,17 +117,6 @@ def shorten_id(identifier: str) -> str:
     """Shorten the id of a session, run or sampler, for example to "3f9a2c1b:train:0"."""
     head, colon, rest = identifier.removeprefix("session-").partition(":")
     return head[:8] + colon + rest
-
-
-def make_visible(text: str, max_chars: int = _MAX_CHARS) -> str:
-    r"""Replace hidden characters by escapes such as `\u202e`, and truncate to `max_chars`."""
-    visible = _HIDDEN.sub(_escape, text[:max_chars])
-    return visible if len(text) <= max_chars else f"{visible}… ({len(text):,} characters)"
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 _FILTERS: dict[str, Callable[..., object]] = {

@@ -17,6 +17,7 @@ from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
+from skyrl_tx.process.text import make_line
 from skyrl_tx.server.identity.access import decode_spec
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -165,15 +166,13 @@ def format_report(report: RunReport) -> Iterator[str]:
     # Checkpoints
     if report.checkpoints:
         yield ""
-        yield from format_table(
-            [{name: _format_value(value) for name, value in row.items()} for row in report.checkpoints]
-        )
+        yield from format_table(report.checkpoints)
 
 
 def _make_curve_record(name: str, curve: CurvePoints) -> Record:
     values = [value for _, value in curve]
     return {
-        "metric": _format_value(name),
+        "metric": name,
         "first": _format_number(values[0]),
         "curve": draw_sparkline(values),
         "last": _format_number(values[-1]),
@@ -182,8 +181,7 @@ def _make_curve_record(name: str, curve: CurvePoints) -> Record:
 
 
 def _format_value(value: object) -> str:
-    text = "-" if value is None else str(value)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "-" if value is None else make_line(str(value))
 
 
 def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record:

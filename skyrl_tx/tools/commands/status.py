@@ -26,6 +26,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import finish_parser, format_bytes, open_database
+from skyrl_tx.process.text import make_line
 from skyrl_tx.store import engine_state, totals
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.pauses import collect_pauses
@@ -300,7 +301,7 @@ def _make_table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table
     for name in header:
         table.add_column(name, overflow="ellipsis", no_wrap=name != "MESSAGE")
     for row in rows:
-        table.add_row(*map(Text, row))  # plain text: owners and messages come from users and may look like markup
+        table.add_row(*(Text(make_line(cell)) for cell in row))  # owners and messages come from users
     return table
 
 

@@ -96,7 +96,7 @@ def test_show_prints_config_curves_and_lineage(data_dir: Path, capsys: pytest.Ca
     assert ["loaded", "from", "tinker://other:train:0/weights/start"] in lines
     assert ["loss", "20", "█▇▆▅▄▃▂▁", "6", "7"] in lines
     assert ["gradient", "norm", "1", "▁▂▃▄▅▆▇█", "8", "8"] in lines
-    assert ["reward?[1m", "0", "▁▂▃▄▅▆▇█", "0.875", "7"] in lines, "terminals execute no text of clients"
+    assert ["reward\\x1b[1m", "0", "▁▂▃▄▅▆▇█", "0.875", "7"] in lines, "terminals execute no text of clients"
     text = " ".join(word for line in lines for word in line)
     assert "tinker://session-1:train:0/weights/s4" in text and "tinker://other:train:0/weights/old" in text
 
