@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Collection
 from typing import Literal
 
-from sqlalchemy import bindparam, or_, update
+from sqlalchemy import MetaData, PrimaryKeyConstraint, UniqueConstraint, bindparam, exists, or_, update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.tables import ApiKeyRow, KeyScope, RequestRow, SessionRow, StabilityRow
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 LOCAL_OWNER = "local"
 """Owner of everything that is created while authentication is disabled."""
@@ -47,9 +47,36 @@ def create(
     tx.add(row)
     tx.flush()
 
-    for table in (SessionRow, RequestRow, StabilityRow) if is_first_admin else ():
-        execute(tx, update(table).where(col(table.owner) == LOCAL_OWNER).values(owner=owner))
+    if is_first_admin:
+        _move_local_rows(tx, owner)
     return key, row
+
+
+def _move_local_rows(tx: Session, owner: str) -> None:
+    """Give the rows of `LOCAL_OWNER` to another owner, in every table that has a column `owner`.
+
+    The tables are read from the database, because this process may not have imported the optional
+    features that declare some of them. A row stays where it is if the owner has an equal one
+    already, for example the same member of a project.
+    """
+    metadata = MetaData()
+    metadata.reflect(tx.connection())
+    for table in metadata.sorted_tables:
+        if "owner" not in table.c:
+            continue
+
+        # Move the rows that no unique key forbids to move.
+        other = table.alias()
+        keys = [key for key in table.constraints if isinstance(key, PrimaryKeyConstraint | UniqueConstraint)]
+        is_free = [
+            ~exists().where(
+                other.c.owner == owner,
+                *(other.c[column.name] == column for column in key.columns if column.name != "owner"),
+            )
+            for key in keys
+            if "owner" in key.columns
+        ]
+        execute(tx, update(table).where(table.c.owner == LOCAL_OWNER, *is_free).values(owner=owner))
 
 
 _FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), col(ApiKeyRow.revoked_at).is_(None))

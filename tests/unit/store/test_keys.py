@@ -3,11 +3,18 @@
 import hashlib
 
 import pytest
+from sqlalchemy import Table, insert, select
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import keys, sessions
-from skyrl_tx.store.database import Store
+from skyrl_tx.store.database import Store, execute
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
+from tests.support.old_schemas import ALL_TABLES
+
+OWNED_TABLES = [table for metadata in ALL_TABLES for table in metadata.sorted_tables if "owner" in table.c]
+SHARED_KEY_TABLES = ("logged_runs", "project_members", "sampled_steps")
+"""Tables in which the owner is part of a unique key."""
+VALUES: dict[type, object] = {int: 1, float: 1.0, bool: True, bytes: b"1", dict: {}}
 
 
 def make(store: Store, owner: str, scope: KeyScope = "user") -> tuple[str, int]:
@@ -56,6 +63,38 @@ def test_the_first_admin_key_takes_over_local_sessions(store: Store) -> None:
     later = create_session(store, keys.LOCAL_OWNER)
     make(store, "max", "admin")
     assert get_owner(store, later) == keys.LOCAL_OWNER
+
+
+def insert_row(store: Store, table: Table, owner: str) -> None:
+    """Insert a row with an owner and the same values in all other columns without a default."""
+    values = {
+        column.name: VALUES.get(column.type.python_type, "1")
+        for column in table.columns
+        if not column.nullable and column is not table.autoincrement_column
+    }
+    store.write(lambda tx: execute(tx, insert(table), {**values, "owner": owner}))
+
+
+def list_owners(store: Store, table: Table) -> list[str]:
+    return sorted(store.read(lambda tx: execute(tx, select(table.c.owner)).scalars().all()))
+
+
+def test_the_first_admin_key_takes_over_the_rows_of_all_tables(store: Store) -> None:
+    assert {"sessions", "kept_samples", "usage"} < {table.name for table in OWNED_TABLES}
+    for table in OWNED_TABLES:
+        insert_row(store, table, keys.LOCAL_OWNER)
+    make(store, "eve", "admin")
+    for table in OWNED_TABLES:
+        assert set(list_owners(store, table)) == {"eve"}, table.name
+
+
+def test_a_row_that_the_first_admin_has_already_is_not_taken_over(store: Store) -> None:
+    shared = [table for table in OWNED_TABLES if table.name in SHARED_KEY_TABLES]
+    for table in shared:
+        for owner in ("eve", keys.LOCAL_OWNER):
+            insert_row(store, table, owner)
+    make(store, "eve", "admin")
+    assert [list_owners(store, table) for table in shared] == [["eve", keys.LOCAL_OWNER]] * len(SHARED_KEY_TABLES)
 
 
 def test_rotation_replaces_a_key_after_an_overlap(store: Store) -> None:
