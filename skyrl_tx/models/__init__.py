@@ -1,6 +1,9 @@
 """All model families by architecture name, and the functions that run their models."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from skyrl_tx.models.adapters import (
     CutAdapter,
@@ -45,6 +48,9 @@ from skyrl_tx.models.qwen3_5 import QWEN3_5
 from skyrl_tx.models.qwen3_5_moe import QWEN3_5_MOE
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
 from skyrl_tx.models.qwen3_next import QWEN3_NEXT
+from skyrl_tx.weights.hf import has_other_unembedding, read_json
+
+_log = logging.getLogger(__name__)
 
 FAMILIES: Mapping[str, ModelFamily] = {
     name: family
@@ -63,6 +69,27 @@ def find_family(hf: HfConfig) -> ModelFamily:
         if name in FAMILIES:
             return FAMILIES[name]
     raise UnsupportedModel(f"config.json has architectures = {names!r}; supported: {', '.join(FAMILIES)}")
+
+
+def read_model(directory: Path) -> tuple[ModelFamily, ModelConfig]:
+    """Return the family and the configuration of a checkpoint.
+
+    If `config.json` ties the embeddings, and the files have an unembedding with other values, they
+    are not tied. transformers 5 decides in the same way. Raises UnsupportedModel, or
+    CheckpointError for a `config.json` that cannot be read.
+    """
+    content = read_json(directory, "config.json")
+    family = find_family(content)
+    config = family.config_from_hf(content)
+    if config.tied_embeddings and has_other_unembedding(directory, family.weights):
+        _log.warning(
+            "%s: config.json has tie_word_embeddings = true, but the unembedding in the files differs from the "
+            "embedding. The model is used with untied embeddings, as in transformers 5; "
+            "set tie_word_embeddings = false if this is right",
+            directory,
+        )
+        config = replace(config, tied_embeddings=False)
+    return family, config
 
 
 __all__ = [
@@ -95,6 +122,7 @@ __all__ = [
     "make_adapter_format",
     "make_empty_cache",
     "prefill",
+    "read_model",
     "target_logprobs",
     "unstack_params",
 ]

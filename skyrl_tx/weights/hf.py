@@ -1,7 +1,9 @@
 """Base weights: load Hugging Face checkpoints into stacked arrays, or make dummy weights."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,8 @@ from skyrl_tx.weights.nesting import find_nesting
 from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
 
+_log = logging.getLogger(__name__)
+
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
 """Returns the sharding of a parameter. None means the default device."""
@@ -28,18 +32,19 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 WEIGHT_PATTERNS = ("*.safetensors",)
 
-# Tensors that some checkpoints contain although they follow from the config. A tied lm_head is a
-# copy of the embedding.
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
-REDUNDANT_TENSORS = ("lm_head.weight",)
-# Tensors of parts that are not loaded: multi-token prediction and vision.
+"""Tensors that some checkpoints contain although they follow from the config."""
 UNUSED_PREFIXES = (
     *("mtp.", "model.visual.", "vision_tower.", "mm_projector."),
     *("multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
+"""Tensors of parts that are not loaded: multi-token prediction and vision."""
 MTP_LAYERS_KEY = "num_nextn_predict_layers"
 """The config key with the number of layers for multi-token prediction. They come last."""
 
+
+_ROWS = 8192
+"""The rows of two tensors that are compared at a time."""
 
 FP8 = "F8_E4M3"
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -172,26 +177,15 @@ def load(
     """
     # Fit the rules to the names of the checkpoint.
     located = locate_tensors(directory)
+    _compare_with_index(directory, located)
     rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(weights, located), flatten(parameters))}
     files = find_plain_names(located)
-
-    # Compare the names of tensors with the expected names.
-    unused = (*UNUSED_PREFIXES, *map(find_nesting(located).add_prefix, _list_mtp_prefixes(directory)))
     expected = {
         name
         for path, parameter in flatten(parameters).items()
         for _, name in rules[get_rule_path(path)].iterate_tensors(parameter)
     }
-    unexpected = sorted(
-        name
-        for name in files.keys() - expected
-        if name not in REDUNDANT_TENSORS and not name.endswith(REDUNDANT_SUFFIXES) and not name.startswith(unused)
-    )
-    if unexpected:
-        raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_format_names(unexpected)}")
-    missing = sorted(expected - files.keys())
-    if missing:
-        raise CheckpointError(f"{directory}: lacks {_format_names(missing)}")
+    _check_names(directory, files, expected, rules["unembed"].tensor)
 
     # Read the tensors, one parameter after the other.
     with ExitStack() as stack:
@@ -220,6 +214,55 @@ def load(
             return _assemble(parameter.shape, placement(parameter), read)
 
         return map_named(fill, parameters)
+
+
+def _check_names(directory: Path, files: Mapping[str, Path], expected: Collection[str], unembed: str) -> None:
+    """Raise CheckpointError if tensors are missing or unknown, and log which tensors are not used.
+
+    An `unembed` that is not expected is a copy of the embedding.
+    """
+    # Find the part of each tensor that is not loaded.
+    prefixes = (*UNUSED_PREFIXES, *map(find_nesting(files).add_prefix, _list_mtp_prefixes(directory)))
+    parts = {
+        name: next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        for name in sorted(files.keys() - set(expected) - {unembed})
+        if not name.endswith(REDUNDANT_SUFFIXES)
+    }
+    unexpected = [name for name, part in parts.items() if part is None]
+    if unexpected:
+        raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_format_names(unexpected)}")
+
+    missing = sorted(set(expected) - files.keys())
+    if missing:
+        hint = "; set tie_word_embeddings = true in config.json if it is the embedding" if unembed in missing else ""
+        raise CheckpointError(f"{directory}: lacks {_format_names(missing)}{hint}")
+    if parts:
+        counts = ", ".join(f"{number} in {part}*" for part, number in Counter(parts.values()).items())
+        _log.info("%s: tensors that are not used: %s", directory, counts)
+
+
+def has_other_unembedding(directory: Path, weights: WeightMap) -> bool:
+    """Return whether the files of a checkpoint have an unembedding that differs from the embedding.
+
+    Returns False if the files cannot be read, for example because they are not downloaded.
+    """
+    try:
+        located = locate_tensors(directory)
+    except CheckpointError:
+        return False  # loading reports it
+    names = {rule.path: rule.tensor for rule in fit_to_checkpoint(weights, located)}
+    if not {names["embed"], names["unembed"]} <= located.keys():
+        return False
+
+    # Compare some rows at a time, because the tensors may take gigabytes.
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
+        embed, unembed = (get_tensor_slice(opened, located, names[path]) for path in ("embed", "unembed"))
+        num_rows, width = embed.get_shape()
+        if tuple(unembed.get_shape()) != (num_rows, width):
+            return True
+        blocks = ((slice(row, min(row + _ROWS, num_rows)), slice(0, width)) for row in range(0, num_rows, _ROWS))
+        return not all(np.array_equal(embed[block], unembed[block]) for block in blocks)
 
 
 def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
@@ -282,21 +325,57 @@ def make_dummy(
 
 
 def locate_tensors(directory: Path) -> Mapping[str, Path]:
-    """Return the file of each tensor, from the index of shards or the header of a single file."""
-    if (directory / INDEX_FILE).is_file():
-        names = read_json(directory, INDEX_FILE).get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(f"{directory / INDEX_FILE}: no weight_map")
-        files = {tensor: directory / name for tensor, name in names.items()}
-        for path in sorted(set(files.values())):
-            if path.parent != directory or not path.is_file():
-                raise CheckpointError(f"{directory / INDEX_FILE}: names {path.name!r}, which is not there")
-        return files
-    path = directory / SINGLE_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    with open_file(path) as file:
-        return dict.fromkeys(file.keys(), path)
+    """Return the file of each tensor, among the files that the index names or in the single file.
+
+    Raises CheckpointError if a file is missing or damaged, or if two files have the same tensor.
+    """
+    index = read_index(directory)
+    names = sorted(set(index.values())) or [SINGLE_FILE]
+    files: dict[str, Path] = {}
+    for path in (directory / name for name in names):
+        if not path.is_file():
+            where = f"{directory / INDEX_FILE}: names {path.name!r}, which is not there"
+            raise CheckpointError(where if index else f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        with open_file(path) as file:
+            for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
+                if tensor in files:
+                    raise CheckpointError(f"{directory}: tensor {tensor!r} is in {files[tensor].name} and {path.name}")
+                files[tensor] = path
+    return files
+
+
+def _compare_with_index(directory: Path, files: Mapping[str, Path]) -> None:
+    """Log a warning if the index differs from the files, or if there is another whole file."""
+    index, path = read_index(directory), directory / INDEX_FILE
+    found = {tensor: file.name for tensor, file in files.items()}
+    wrong = sorted(tensor for tensor in found.keys() | index.keys() if found.get(tensor) != index.get(tensor))
+    if index and wrong:
+        _log.warning(
+            "%s: says that %s is in %s, but it is in %s; the tensors are read from where they are",
+            *(path, _format_names(wrong), index.get(wrong[0], "no file"), found.get(wrong[0], "no file")),
+        )
+    if index and SINGLE_FILE not in found.values() and (directory / SINGLE_FILE).is_file():
+        _log.warning(
+            "%s: %s is not read, because it is not in the index; transformers reads it instead of the indexed files, "
+            "so delete the files that are out of date",
+            *(path, SINGLE_FILE),
+        )
+
+
+def read_index(directory: Path) -> Mapping[str, str]:
+    """Return the file name of each tensor by the index of shards, or nothing if there is no index.
+
+    Raises CheckpointError for an invalid index, or names outside the directory.
+    """
+    if not (directory / INDEX_FILE).is_file():
+        return {}
+    names = read_json(directory, INDEX_FILE).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{directory / INDEX_FILE}: no weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
+            raise CheckpointError(f"{directory / INDEX_FILE}: names {name!r}, which is not there")
+    return names
 
 
 def open_file(path: Path) -> TensorFile:

@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 
 from skyrl_tx.weights.hf import (
     INDEX_FILE,
-    REDUNDANT_TENSORS,
     SINGLE_FILE,
     get_tensor_slice,
     locate_tensors,
@@ -74,7 +73,7 @@ def merge_adapter(
     out: Path,
     dtype: str | None = None,
     *,
-    ties_by_default: bool = False,
+    is_tied: bool = False,
 ) -> None:
     """Write the base model with the adapter merged into it to the empty directory `out`.
 
@@ -83,8 +82,8 @@ def merge_adapter(
     update. If the adapter changes a tied unembedding, the merged model has an untied unembedding,
     because the input embedding must not change.
 
-    `weights` come from `ModelFamily.bind_weights`. `ties_by_default` says whether embeddings are
-    tied if `config.json` does not say. Raises AdapterError for an adapter that does not fit, and
+    `weights` come from `ModelFamily.bind_weights`. `is_tied` says whether embeddings are tied, as
+    `read_model` decides. Raises AdapterError for an adapter that does not fit, and
     CheckpointError for a base model that cannot be read.
     """
     config = read_json(base, "config.json")
@@ -94,7 +93,6 @@ def merge_adapter(
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
     # Find the updates of each tensor.
     text = config.get("text_config", {})
-    is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", ties_by_default)))
     pending = _collect_updates(weights, adapter, unembed, find_nesting(located))
     unties = is_tied and unembed in pending
 
@@ -108,7 +106,7 @@ def merge_adapter(
             tensors: dict[str, np.ndarray] = {}
 
             for name in sorted(name for name in files if files[name] == path):
-                if is_tied and name in REDUNDANT_TENSORS:
+                if is_tied and name == unembed:
                     continue
                 tensor = get_tensor_slice(opened, located, name)
                 array = tensor[tuple(slice(0, size) for size in tensor.get_shape())]
@@ -138,7 +136,7 @@ def merge_adapter(
 
     # Write the changed configuration.
     changed = dict(config)
-    if unties:
+    if not is_tied or unties:
         changed["tie_word_embeddings"] = False
         if text:
             text = changed["text_config"] = {**text, "tie_word_embeddings": False}

@@ -35,6 +35,7 @@ from skyrl_tx.contract.state_files import (
 )
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.weights.hf import locate_tensors
+from skyrl_tx.weights.nesting import find_nesting
 from skyrl_tx.weights.packed import (
     Factors,
     convert_form,
@@ -292,10 +293,12 @@ class AdapterFiles:
         `tensor_of` has tensor names by target.
         """
         files = locate_tensors(base) if self.base_layers else {}
+        nesting = find_nesting(files)
         for module, copy in self.base_layers.items():
             name = f"{module}.weight"
             if is_tied and name == tensor_of["unembed"]:
                 name = tensor_of["embed"]
+            name = nesting.add_prefix(name)
             if name not in files:
                 raise AdapterError(f"adapter: it holds weights of {module!r}, which the base model does not have")
             with safe_open(files[name], framework="np") as file:

@@ -185,11 +185,16 @@ class JaxBackend(AbstractBackend):
     def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
         """Read the config of the base model, check it against the mesh, and choose kernels."""
         platform = mesh.get_platform(layout)
+
+        # Check the config before weights are downloaded.
         content = hf.read_json(hf.resolve_model(self._base_model, with_weights=False), "config.json")
-        self._family = models.find_family(content)
-        model = replace(self._family.config_from_hf(content), expert_lora=config.expert_lora)
-        self._model = pad_cached_dims(model, platform)
-        mesh.check_divisible(layout, self._model)
+        mesh.check_divisible(layout, pad_cached_dims(models.find_family(content).config_from_hf(content), platform))
+
+        # The files of the weights may say that embeddings are not tied.
+        self._directory = hf.resolve_model(self._base_model, with_weights=config.load_format == "auto")
+        self._family, model = models.read_model(self._directory)
+        self._model = pad_cached_dims(replace(model, expert_lora=config.expert_lora), platform)
+
         self._dtype = mesh.choose_dtype(config, layout)
         self._kernels = choose_kernels(config, platform, self._dtype)
         for line in explain_kernels(self._kernels, self._model):
@@ -197,12 +202,9 @@ class JaxBackend(AbstractBackend):
 
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
         """Load the base weights. Meanwhile, training programs are compiled in the background."""
-        # Begin to compile.
-        self._directory = hf.resolve_model(self._base_model, with_weights=config.load_format == "auto")
         described = models.describe_params(self._model)
         self._training_programs = self._start_training_compiler(config, layout, described)
 
-        # Load.
         load = hf.make_dummy
         if config.load_format != "dummy":
             load = partial(hf.load, self._directory, weights=self._family.weights)

@@ -87,7 +87,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
     """Write a checkpoint, whose files are in `source`, as an adapter or a merged model. Raises CommandError."""
     # Imported here because they import JAX.
-    from skyrl_tx.models import UnsupportedModel, find_family, make_adapter_format
+    from skyrl_tx.models import UnsupportedModel, make_adapter_format, read_model
     from skyrl_tx.weights import hf
     from skyrl_tx.weights.merge import merge_adapter
     from skyrl_tx.weights.peft import AdapterError, read_adapter
@@ -112,12 +112,10 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
             else:
                 with open_built_in_model(name) as source_name:
                     base = hf.resolve_model(source_name, with_weights=arguments.merge)
-                    content = hf.read_json(base, "config.json")
-                    family = find_family(content)
-                    config = family.config_from_hf(content)
+                    family, config = read_model(base)
                     if arguments.merge:
                         weights, is_tied = family.bind_weights(config), config.tied_embeddings
-                        merge_adapter(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
+                        merge_adapter(base, weights, adapter, folder, arguments.dtype, is_tied=is_tied)
                     else:
                         fused = make_adapter_format(config, family.weights, name).fused
                         adapter.to_layout("peft", fused).write(folder)
@@ -259,9 +257,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
     try:
         adapter = peft.read_adapter(directory)
         with open_built_in_model(base) as source:
-            content = hf.read_json(hf.resolve_model(source, with_weights=False), "config.json")
-            family = families.find_family(content)
-            model = family.config_from_hf(content)
+            family, model = families.read_model(hf.resolve_model(source, with_weights=False))
             if adapter.base_layers:
                 tensors = {rule.path: rule.tensor for rule in family.weights}
                 adapter.check_base_layers(hf.resolve_model(source), tensors, is_tied=model.tied_embeddings)

@@ -39,8 +39,7 @@ def answer_question(question: ProbeQuestion) -> ProbeAnswer:
         if not question.base_model:
             return ProbeAnswer(devices=devices)
         directory = hf.resolve_model(question.base_model, with_weights=False)
-        family = models.find_family(content := hf.read_json(directory, "config.json"))
-        model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
+        model = replace(models.read_model(directory)[1], expert_lora=config.expert_lora)
         mesh.check_divisible(layout, model)
 
         file_bytes = _count_weight_bytes(question.base_model, directory) if config.load_format == "auto" else None

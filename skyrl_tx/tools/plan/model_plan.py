@@ -91,8 +91,8 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     """Make the plan of a model. Raises UserError, which names the flag, if that is not possible."""
     # Read the model's configuration.
     try:
-        content = hf.read_json(hf.resolve_model(base_model, with_weights=False), "config.json")
-        model = replace(models.find_family(content).config_from_hf(content), expert_lora=config.expert_lora)
+        _, model = models.read_model(hf.resolve_model(base_model, with_weights=False))
+        model = replace(model, expert_lora=config.expert_lora)
         model = pad_cached_dims(model, devices.kind.family)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         raise UserError(f"--base-model: {error}") from error

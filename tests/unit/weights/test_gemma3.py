@@ -108,7 +108,7 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
     with pytest.raises(AdapterError, match=f"no tensor '{unembed}'"):
         merge_adapter(directory, rules, adapter, out)
 
-    merge_adapter(directory, rules, adapter, out, ties_by_default=config.tied_embeddings)
+    merge_adapter(directory, rules, adapter, out, is_tied=config.tied_embeddings)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     prefix = NESTED[form][0]
     embed, changed = before[f"{prefix}embed_tokens.weight"], f"{prefix}layers.1.self_attn.o_proj.weight"

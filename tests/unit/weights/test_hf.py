@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.state_files import hash_of_base_model
 from skyrl_tx.layers.parameter import Parameter, flatten
-from skyrl_tx.models import describe_params, find_family
+from skyrl_tx.models import describe_params, find_family, read_model
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.weight_map import name_adapter_modules
@@ -141,10 +141,59 @@ def test_bfloat16_files_load_into_either_type_and_norms_are_float32(directory):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.float32), b), low, high)
 
 
-def test_copies_that_follow_from_the_config_are_ignored(tmp_path):
+def load_as_read(directory):
+    family, config = read_model(directory)
+    return hf.load(directory, describe_params(config), family.weights)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_tied_embeddings_need_equal_tensors(tmp_path, caplog, num_shards, prefix):
+    """As in transformers 5: embeddings that differ are not tied, although the config says so."""
     directory = write_model(tmp_path, tied_embeddings=True)
-    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
-    assert load(directory).unembed is None
+    embed = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    other = embed.copy()
+    other[-1, -1] += 1
+    for head, is_tied in ((embed, True), (other, False), (other[:-1], None)):
+        rewrite(directory, lambda tensors, head=head: tensors.update({"lm_head.weight": head}))
+        nested = write_nested(directory, tmp_path / f"{prefix}{is_tied}", prefix)
+        if num_shards > 1:
+            split(nested, num_shards)
+
+        if is_tied is None:
+            with pytest.raises(hf.CheckpointError, match=r"lm_head\.weight has shape \(255, 32\)"):
+                load_as_read(nested)
+            continue
+        found = load_as_read(nested)
+        assert (found.unembed is None) is is_tied
+        assert ("differs from the embedding" in caplog.text) is not is_tied
+        if not is_tied:
+            np.testing.assert_array_equal(found.unembed, other)
+            np.testing.assert_array_equal(found.embed, embed)
+
+
+def write_nested(directory, target, prefix):
+    target.mkdir()
+    (target / "config.json").write_text((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def test_a_missing_unembedding_is_refused(directory):
+    rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(hf.CheckpointError, match=r"lacks tensor 'lm_head.weight'; set tie_word_embeddings = true"):
+        load_as_read(directory)
+
+
+def test_tensors_of_other_parts_are_counted_in_the_log(directory, caplog):
+    names = ("mtp.fc.weight", "mtp.norm.weight", "model.visual.proj.weight", "model.layers.0.rotary_emb.inv_freq")
+    rewrite(directory, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(2, np.float32))))
+    with caplog.at_level("INFO"):
+        load(directory)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{directory}: tensors that are not used: 1 in model.visual.*, 2 in mtp.*"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +235,42 @@ def test_index_may_only_name_files_in_its_directory(directory, name):
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
     with pytest.raises(hf.CheckpointError, match="is not there"):
+        load(directory)
+
+
+def test_tensors_are_read_where_they_are(directory, caplog):
+    expected = load(directory)
+    split(directory, 2)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())["weight_map"]
+    wrong = index | {"model.norm.weight": "model-0.safetensors", "mtp.norm.weight": "model-0.safetensors"}
+    assert index["model.norm.weight"] == "model-1.safetensors"
+    del wrong["lm_head.weight"]
+    path.write_text(json.dumps({"weight_map": wrong}))
+    jax.tree.map(np.testing.assert_array_equal, load(directory), expected)
+    assert f"{path}: says that tensor 'lm_head.weight' and 2 more is in no file, but" in caplog.text
+
+
+def test_a_tensor_in_two_shards_is_refused(directory):
+    split(directory, 2)
+    norm = {"model.norm.weight": np.ones(32, np.float32)}
+    save_file(load_file(directory / "model-0.safetensors") | norm, directory / "model-0.safetensors")
+    with pytest.raises(hf.CheckpointError, match=r"'model\.norm\.weight' is in model-0\.safetensors and model-1\."):
+        load(directory)
+
+
+def test_a_whole_file_beside_an_index_is_named(directory, caplog):
+    expected, whole = load(directory), (directory / "model.safetensors").read_bytes()
+    split(directory, 2)
+    (directory / "model.safetensors").write_bytes(whole)
+    jax.tree.map(np.testing.assert_array_equal, load(directory), expected)
+    assert "model.safetensors is not read, because it is not in the index; transformers reads it" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}'])
+def test_a_faulty_index_is_refused(directory, content):
+    (directory / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(hf.CheckpointError, match=r"index\.json: (no weight_map|names 1, which is not there)"):
         load(directory)
 
 

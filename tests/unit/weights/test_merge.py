@@ -65,7 +65,7 @@ def test_shards_stay_shards(tmp_path: Path, dtype: str | None) -> None:
     base = shard_model(write_model(tmp_path / "base", tied_embeddings=True))
     out = tmp_path / "out"
     out.mkdir()
-    merge_adapter(base, QWEN3.weights, adapter((Q, 64), ("model.unembed_tokens", 256)), out, dtype)
+    merge_adapter(base, QWEN3.weights, adapter((Q, 64), ("model.unembed_tokens", 256)), out, dtype, is_tied=True)
     index = json.loads((out / INDEX_FILE).read_text())
     after = all_tensors(out)
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in after.values())

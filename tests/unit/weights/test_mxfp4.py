@@ -122,7 +122,7 @@ def test_an_expert_gets_its_update_and_nothing_else_changes(
 ) -> None:
     inputs, outputs = (F, D) if leaf == "down_proj" else (D, F)
     files = update(f"{EXPERTS}.2.{leaf}", inputs, outputs)
-    merge_adapter(checkpoints[form], GPT_OSS.weights, files, tmp_path)
+    merge_adapter(checkpoints[form], GPT_OSS.weights, files, tmp_path, is_tied=True)
     before, after = (load(directory, np.float32) for directory in (checkpoints[0], tmp_path))
     ((a, b),) = files.factors.values()
     changed = np.asarray(before.layers[1][f"expert_{leaf}"]).copy()
