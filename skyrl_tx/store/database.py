@@ -33,7 +33,7 @@ _Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
 _MAX_IDS = 1024
 
-HEAD = "0019"
+HEAD = "0020"
 """Newest revision in `migrations`. It is repeated here because importing alembic takes 0.3 s."""
 _DATABASE_NOTE = "database"
 """File in the data directory that names an external database, to detect a wrong URL."""

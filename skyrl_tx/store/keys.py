@@ -5,9 +5,10 @@ import secrets
 from collections.abc import Collection
 from typing import Literal
 
-from sqlalchemy import MetaData, PrimaryKeyConstraint, UniqueConstraint, bindparam, exists, or_, update
+from sqlalchemy import MetaData, PrimaryKeyConstraint, UniqueConstraint, bindparam, exists, func, or_, update
 from sqlmodel import Session, col, select
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
@@ -17,20 +18,35 @@ _PREFIX = "tml-"
 """Prefix that the SDK requires."""
 _HINT_CHARACTERS = 4
 _RECORD_USE_EVERY_S = 60.0
+MAX_CHILDREN = 100
+"""Number of keys that one user key may create, including keys that have ended."""
 
 
-class KeyNotUsable(Exception):
+class KeyNotUsable(UserError):
     """A key is unknown, revoked or expired."""
 
 
 def create(
-    tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, now: float, expires_at: float | None = None
+    tx: Session,
+    *,
+    owner: str,
+    scope: KeyScope,
+    name: str,
+    note: str,
+    now: float,
+    expires_at: float | None = None,
+    parent_id: int | None = None,
 ) -> tuple[str, ApiKeyRow]:
     """Create a key. Return the key, which cannot be read later, and its row.
 
     The owner of the first admin key becomes the owner of everything that belongs to `LOCAL_OWNER`.
+    A key with a parent expires with it at the latest. Raises UserError if the parent may not create
+    keys.
     """
     assert owner != LOCAL_OWNER, "LOCAL_OWNER has no keys"
+    if parent_id is not None:
+        parent_end = _check_parent(tx, parent_id, now)
+        expires_at = min((at for at in (expires_at, parent_end) if at is not None), default=None)
     is_first_admin = scope == "admin" and tx.exec(select(ApiKeyRow).where(ApiKeyRow.scope == "admin")).first() is None
 
     key = _PREFIX + secrets.token_urlsafe(32)
@@ -43,6 +59,7 @@ def create(
         note=note,
         created_at=now,
         expires_at=expires_at,
+        parent_id=parent_id,
     )
     tx.add(row)
     tx.flush()
@@ -50,6 +67,29 @@ def create(
     if is_first_admin:
         _move_local_rows(tx, owner)
     return key, row
+
+
+def _check_parent(tx: Session, parent_id: int, now: float) -> float | None:
+    """Return when a key expires that is about to create another key.
+
+    Raises UserError if it may not create keys.
+    """
+    parent = get(tx, parent_id)
+    if parent is None or get_status(parent, now) != "valid":
+        raise KeyNotUsable(f"key {parent_id} is revoked or expired, so it cannot create keys")
+    if parent.parent_id is not None:
+        raise UserError(
+            f"key {parent_id} was created with key {parent.parent_id}, so it cannot create keys itself: use key "
+            f"{parent.parent_id}, or ask an admin for a key"
+        )
+
+    num_children = tx.exec(select(func.count()).where(col(ApiKeyRow.parent_id) == parent_id)).one()
+    if num_children >= MAX_CHILDREN:
+        raise UserError(
+            f"key {parent_id} has created {num_children} keys, and a key may create {MAX_CHILDREN}: ask an admin for a "
+            "new key"
+        )
+    return parent.expires_at
 
 
 def _move_local_rows(tx: Session, owner: str) -> None:
@@ -96,13 +136,21 @@ def get(tx: Session, key_id: int) -> ApiKeyRow | None:
     return row if row is not None and row.revoked_at is None else None
 
 
+_IS_UNREVOKED = col(ApiKeyRow.revoked_at).is_(None)
+_REVOKE, _REVOKE_CHILDREN = (
+    update(ApiKeyRow).where(column == bindparam("ended"), _IS_UNREVOKED).values(revoked_at=bindparam("now"))
+    for column in (col(ApiKeyRow.key_id), col(ApiKeyRow.parent_id))
+)
+
+
 def revoke(tx: Session, key_id: int, now: float) -> bool:
-    """Revoke a key permanently. Return False if it is unknown or already revoked."""
-    row = get(tx, key_id)
-    if row is None:
-        return False
-    row.revoked_at = now
-    return True
+    """Revoke a key and the keys that it created, permanently.
+
+    Return False if the key is unknown or already revoked.
+    """
+    is_revoked = execute(tx, _REVOKE, {"ended": key_id, "now": now}).rowcount == 1
+    execute(tx, _REVOKE_CHILDREN, {"ended": key_id, "now": now})
+    return is_revoked
 
 
 def get_status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revoked"]:
@@ -115,15 +163,17 @@ def get_status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revok
 def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[str, ApiKeyRow]:
     """Create a key that replaces an old one, and let the old key expire.
 
-    The new key has the same owner, scope, name, note and lifetime. The old key stays valid for
-    `overlap_s` seconds, unless it expires earlier. Returns the new key and its row. Raises
-    KeyNotUsable if the old key is not valid.
+    The new key has the same owner, scope, name, note, lifetime and parent. The old key stays valid
+    for `overlap_s` seconds, unless it expires earlier. So do the keys that it created. Returns the
+    new key and its row. Raises KeyNotUsable if the old key is not valid.
     """
     old = get(tx, key_id)
     if old is None or get_status(old, now) != "valid":
-        raise KeyNotUsable(f"key {key_id} is unknown, revoked or expired; `skyrl-tx keys list` shows all keys")
+        raise KeyNotUsable(f"key {key_id} is unknown, revoked or expired")
     lifetime_s = None if old.expires_at is None else old.expires_at - old.created_at
-    old.expires_at = now + overlap_s if old.expires_at is None else min(old.expires_at, now + overlap_s)
+
+    for row in (old, *tx.exec(select(ApiKeyRow).where(ApiKeyRow.parent_id == key_id))):
+        row.expires_at = now + overlap_s if row.expires_at is None else min(row.expires_at, now + overlap_s)
     return create(
         tx,
         owner=old.owner,
@@ -132,6 +182,7 @@ def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[s
         note=old.note,
         now=now,
         expires_at=None if lifetime_s is None else now + lifetime_s,
+        parent_id=old.parent_id,
     )
 
 

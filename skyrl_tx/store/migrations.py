@@ -398,6 +398,11 @@ def _drop_portions() -> None:
     op.drop_table("portions")
 
 
+def _add_parents() -> None:
+    """Add the key that created a key. Keys of earlier releases have none."""
+    op.add_column("api_keys", sa.Column("parent_id", sa.Integer))
+
+
 _APP_TABLES = (_add_kept_samples, _add_curves, _add_usage, _add_logged_runs, _add_storage_hours, _add_trainer_gap)
 """Functions that create the tables of optional features in a new database, in order of revision."""
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
@@ -419,4 +424,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0017": _add_portions,
     "0018": _add_trainer_gap,
     "0019": _drop_portions,
+    "0020": _add_parents,
 }

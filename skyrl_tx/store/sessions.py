@@ -102,7 +102,7 @@ def create(
 ) -> SessionId:
     """Insert a session and return its id, which is random by default.
 
-    `key_id` is the API key that creates it.
+    `key_id` is the API key whose quotas its work counts for.
     """
     session_id = session_id or make_id()
     row = SessionRow(

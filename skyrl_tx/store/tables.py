@@ -333,6 +333,11 @@ class ApiKeyRow(SQLModel, table=True):
     revoked_at: float | None = None
     expires_at: float | None = None
     last_used_at: float | None = None
+    parent_id: int | None = None
+    """Number of the user key that created this key; None if an admin created it.
+
+    A key ends with its parent at the latest, and its work counts for the parent's quotas.
+    """
 
 
 class AuditRow(SQLModel, table=True):

@@ -430,7 +430,10 @@ def test_keys_are_shown_once_and_revoked(world: ConsoleWorld, ann_key: str) -> N
         assert made.status_code == 200 and key not in listed and key[:8] in listed and "<script>alert" not in listed
 
         row = world.server.store.read(lambda tx: keys.find(tx, key))
-        assert row is not None and (row.owner, row.scope) == (OWNER, "sample")
+        parent = world.server.store.read(lambda tx: keys.find(tx, ann_key))
+        assert row is not None and parent is not None
+        assert (row.owner, row.scope, row.parent_id) == (OWNER, "sample", parent.key_id)
+        assert row.note == f"made in the console with key {parent.key_id}"
         assert OWNER not in bob.get("/keys").text
         assert bob.post(f"/keys/{row.key_id}/revoke", {"form_token": bob.token()}).status_code == 404
         assert ann.post(f"/keys/{row.key_id}/revoke", token).status_code == 303

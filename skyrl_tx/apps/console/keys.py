@@ -58,7 +58,10 @@ def list_keys(visit: Visit) -> Page:
 
 @pages.post("/keys")
 def create_key(visit: Visit) -> Response | Page:
-    """Create a key and show it. It cannot be shown again, because only its digest is stored."""
+    """Create a key and show it. It cannot be shown again, because only its digest is stored.
+
+    The key of a user ends with the key that created it.
+    """
     # Check the fields of the form
     scope = cast(KeyScope, visit.get_field("scope", "user"))
     name, days = visit.get_field("name"), visit.get_field("days")
@@ -78,15 +81,18 @@ def create_key(visit: Visit) -> Response | Page:
     if visit.context.settings.no_auth:
         raise bad_request("this server runs with --no-auth, so keys would have no effect; restart it without --no-auth")
 
+    maker = visit.caller.key_id
+
     def work(tx: Session) -> tuple[str, int | None]:
         key, row = keys.create(
             tx,
             owner=owner,
             scope=scope,
             name=name or owner,
-            note="made in the console",
+            note="made in the console" + ("" if maker is None else f" with key {maker}"),
             now=visit.now,
             expires_at=visit.now + int(days) * _DAY_S if days else None,
+            parent_id=None if visit.caller.is_admin else maker,
         )
         actor = visit.caller.actor
         audit.record(tx, "organization_key_created", actor, visit.now, key=row.key_id, owner=owner, scope=scope)

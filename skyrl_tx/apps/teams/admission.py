@@ -377,7 +377,7 @@ def _list_subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject
 
     # Add keys that have no session yet.
     if "key" in kinds:
-        condition = col(ApiKeyRow.revoked_at).is_(None)
+        condition = col(ApiKeyRow.revoked_at).is_(None) & col(ApiKeyRow.parent_id).is_(None)
         if owner is not None:
             condition = condition & (col(ApiKeyRow.owner) == owner)
         key_ids = select(col(ApiKeyRow.key_id)).where(condition).limit(_MAX_SUBJECTS)

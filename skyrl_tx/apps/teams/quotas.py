@@ -16,7 +16,7 @@ from sqlmodel import Session, select
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
-from skyrl_tx.store.tables import OverQuota, QuotaRow, SubjectKind
+from skyrl_tx.store.tables import ApiKeyRow, OverQuota, QuotaRow, SubjectKind
 
 Limit = Literal[
     "training_tokens_per_day",
@@ -175,6 +175,13 @@ def put(
     Raises UserError for an invalid name or value.
     """
     check_quota(subject, name, value, over)
+    if subject.kind == "key" and subject.name != ANY and value is not None:
+        key = tx.get(ApiKeyRow, int(subject.name))
+        if key is not None and key.parent_id is not None:
+            raise UserError(
+                f"{subject}: was created with key {key.parent_id} and its work counts for that key: set the quota of "
+                f"key:{key.parent_id}"
+            )
 
     # Change the row.
     row = tx.get(QuotaRow, (subject.kind, subject.name, name))

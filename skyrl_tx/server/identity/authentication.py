@@ -112,6 +112,13 @@ class Principal:
     owner: str
     scope: KeyScope = "user"
     key_id: int | None = None
+    parent_key_id: int | None = None
+    """Number of the key that created the caller's key, see `ApiKeyRow.parent_id`."""
+
+    @property
+    def quota_key_id(self) -> int | None:
+        """Number of the key whose quotas the caller's work counts for."""
+        return self.parent_key_id or self.key_id
 
     @property
     def actor(self) -> Actor:
@@ -320,7 +327,7 @@ class Authenticator:
         row = keys.get(tx, key_id)
         if row is None or keys.get_status(row, time.time()) != "valid":
             return None
-        return Principal(row.owner, row.scope, row.key_id)
+        return Principal(row.owner, row.scope, row.key_id, row.parent_id)
 
     def _is_disabled(self, tx: Session) -> bool:
         return self._settings.no_auth or (self._is_loopback and not keys.has_any(tx))
@@ -341,7 +348,7 @@ class Authenticator:
             self._store.write_soon(lambda tx, used=row.key_id: keys.record_use(tx, used, now)).add_done_callback(
                 _log_failure
             )
-        return Principal(row.owner, row.scope, row.key_id)
+        return Principal(row.owner, row.scope, row.key_id, row.parent_id)
 
     def _read_key_id(self, token: str) -> int:
         """Return the key id in a token. Raises ApiError 401 if the token is invalid."""

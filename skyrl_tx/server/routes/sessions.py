@@ -48,7 +48,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
             tx,
             session_id=session_id,
             owner=call.caller.owner,
-            key_id=call.caller.key_id,
+            key_id=call.caller.quota_key_id,
             tags=new.tags,
             user_metadata=new.user_metadata,
             sdk_version=new.sdk_version,

@@ -149,7 +149,7 @@ def _create_session(tx: Session, call: ApiCall, session_id: SessionId, project_i
         tx,
         session_id=session_id,
         owner=call.caller.owner,
-        key_id=call.caller.key_id,
+        key_id=call.caller.quota_key_id,
         sdk_version=call.sdk_version,
         project_id=project_id,
         now=now,

@@ -9,6 +9,7 @@ from typing import get_args
 
 from sqlmodel import Session
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
@@ -124,7 +125,7 @@ def _rotate(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         try:
             key, row = store.write(work)
-        except keys.KeyNotUsable as error:
+        except UserError as error:
             raise CommandError(f"{error}; `skyrl-tx keys list` shows all keys") from error
     _print(key, row)
     print(f"key {arguments.key_id} expires at {format_time(now + arguments.overlap)} at the latest", file=sys.stderr)

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 from sqlalchemy import Table, insert, select
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import keys, sessions
 from skyrl_tx.store.database import Store, execute
@@ -118,6 +119,58 @@ def test_rotation_keeps_the_lifetime_and_never_prolongs_the_old_key(store: Store
     _, new = store.write(lambda tx: keys.rotate(tx, old.key_id or 0, overlap_s=1e6, now=120.0))
     assert new.expires_at == 150.0
     assert [row.expires_at for row in store.read(keys.list_all)] == [130.0, 150.0]
+
+
+def make_child(store: Store, parent_id: int, expires_at: float | None = None, now: float = 2.0) -> ApiKeyRow:
+    _, row = store.write(
+        lambda tx: keys.create(
+            tx, owner="ann", scope="user", name="c", note="", now=now, expires_at=expires_at, parent_id=parent_id
+        )
+    )
+    return row
+
+
+def list_ends(store: Store) -> list[float | None]:
+    """Return when each key ends, oldest key first."""
+    return [row.expires_at if row.revoked_at is None else row.revoked_at for row in store.read(keys.list_all)]
+
+
+def test_a_key_ends_with_the_key_that_created_it(store: Store) -> None:
+    _, parent_id = make(store, "ann")
+    make(store, "ann")
+    make_child(store, parent_id)
+    make_child(store, parent_id, expires_at=5.0)
+    store.write(lambda tx: keys.rotate(tx, parent_id, overlap_s=10.0, now=3.0))
+    assert list_ends(store) == [13.0, None, 13.0, 5.0, None]
+    assert make_child(store, parent_id, expires_at=50.0, now=4.0).expires_at == 13.0
+    assert store.write(lambda tx: keys.revoke(tx, parent_id, 4.0))
+    assert list_ends(store) == [4.0, None, 4.0, 4.0, None, 4.0]
+
+
+def test_a_replaced_child_still_ends_with_its_parent(store: Store) -> None:
+    _, parent_id = make(store, "ann")
+    child = make_child(store, parent_id, expires_at=102.0)
+    _, new = store.write(lambda tx: keys.rotate(tx, child.key_id or 0, overlap_s=1.0, now=50.0))
+    assert (new.parent_id, new.expires_at) == (parent_id, 150.0)
+    store.write(lambda tx: keys.revoke(tx, parent_id, 60.0))
+    assert not store.read(lambda tx: keys.has_usable(tx, 60.0))
+
+
+def test_only_valid_keys_without_a_parent_create_keys_and_not_too_many(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "MAX_CHILDREN", 2)
+    _, parent_id = make(store, "ann")
+    child = make_child(store, parent_id)
+    with pytest.raises(UserError, match=f"created with key {parent_id}, so it cannot create keys"):
+        make_child(store, child.key_id or 0)
+    store.write(lambda tx: keys.revoke(tx, child.key_id or 0, 2.0))
+    make_child(store, parent_id)
+    with pytest.raises(UserError, match=f"key {parent_id} has created 2 keys"):
+        make_child(store, parent_id)
+    store.write(lambda tx: keys.revoke(tx, parent_id, 3.0))
+    with pytest.raises(UserError, match="revoked or expired"):
+        make_child(store, parent_id)
 
 
 def test_use_is_recorded_once_a_minute(store: Store) -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.admission import read_quota_uses
 from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.store import audit
+from skyrl_tx.store import audit, keys
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import OverQuota, QuotaRow
+from skyrl_tx.store.tables import ApiKeyRow, OverQuota, QuotaRow
 
 ROOT = Actor("root", 1)
 
@@ -35,6 +36,23 @@ def test_own_quotas_replace_those_of_everyone_and_all_subjects_count(store: Stor
     assert values(Account("bob", 7, "math")) == [("bob", 100), ("key:7", 50), ("project:math", 90)]
     assert rules.list_account_quotas("checkpoint_bytes", Account("ann")) == []
     assert rules.has_limit("models_in_training") and not rules.has_limit("checkpoint_bytes")
+
+
+def test_a_key_that_another_key_created_has_no_quota_itself(store: Store) -> None:
+    def create(parent_id: int | None) -> ApiKeyRow:
+        _, row = store.write(
+            lambda tx: keys.create(tx, owner="ann", scope="user", name="k", note="", now=1.0, parent_id=parent_id)
+        )
+        return row
+
+    parent = create(None)
+    child = create(parent.key_id)
+    assert put(store, f"key:{parent.key_id}", "models_in_training", 4)
+    with pytest.raises(UserError, match=f"key:{child.key_id}: .* set the quota of key:{parent.key_id}"):
+        put(store, f"key:{child.key_id}", "models_in_training", 4)
+    assert not put(store, f"key:{child.key_id}", "models_in_training", None)
+    uses = store.read(lambda tx: read_quota_uses(tx, quotas.read_rules(tx), "ann", 2.0))
+    assert [str(use.quota.subject) for use in uses] == [f"key:{parent.key_id}"]
 
 
 def test_weights_are_of_owners(store: Store) -> None:

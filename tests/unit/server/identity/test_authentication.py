@@ -47,6 +47,13 @@ def refusal(authenticator: Authenticator, credential: str, address: str = NEAR) 
     return raised.value
 
 
+def test_work_of_a_key_counts_for_the_key_that_created_it(store: Store, make) -> None:
+    (key, key_id), authenticator = new_key(store), make()
+    child, child_id = new_key(store, parent_id=key_id)
+    principals = [authenticator.authenticate(credential, NEAR) for credential in (key, child)]
+    assert [(caller.key_id, caller.quota_key_id) for caller in principals] == [(key_id, key_id), (child_id, key_id)]
+
+
 def test_use_of_a_remembered_key_does_not_prolong_it(store: Store, make, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, (key, key_id), authenticator = Clock(monkeypatch), new_key(store), make()
     token = authenticator.issue_token(authenticator.authenticate(key, NEAR))
