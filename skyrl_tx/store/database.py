@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
 from sqlalchemy import ColumnElement, CursorResult, Engine, Executable, bindparam, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Mapped
 from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
@@ -129,9 +129,12 @@ class Store:
             raise StoreError("write called within a write: call both functions in one transaction")
         return self.write_soon(work).result()
 
-    def write_soon(self, work: Callable[[Session], T]) -> Future[T]:
-        """Like `write`, but returns a future instead of waiting for the commit."""
-        return self._writer.submit(work)
+    def write_soon(self, work: Callable[[Session], T], if_refused: Callable[[Session], T] | None = None) -> Future[T]:
+        """Like `write`, but returns a future instead of waiting for the commit.
+
+        If the database refuses a value of `work`, `if_refused` runs instead in the same place.
+        """
+        return self._writer.submit(work, if_refused)
 
     def read(self, work: Callable[[Session], T]) -> T:
         """Run read-only work on one consistent state. Does not block writers."""
@@ -155,10 +158,8 @@ class Store:
     def _explain_errors(self) -> Generator[None]:
         try:
             yield
-        except DataError as error:
-            raise translate_refusal(error) from error
-        except (DBAPIError, *self._dialect.errors) as error:
-            raise self._dialect.explain(error) from error
+        except (UnicodeEncodeError, DBAPIError, *self._dialect.errors) as error:
+            raise (translate_refusal(error) or self._dialect.explain(error)) from error
 
     def vacuum(self) -> bool:
         """Release some free space to the file system. Return whether more free space remains."""
