@@ -120,16 +120,19 @@ def finish_list_parser(
     finish_parser(parser, run)
 
 
-def open_database(arguments: argparse.Namespace, *, create: bool = False) -> closing[Store]:
+def open_database(
+    arguments: argparse.Namespace, *, create: bool = False, accepts_older: bool = False
+) -> closing[Store]:
     """Open the database. A server may be using it.
 
-    Raises CommandError if it does not exist, unless `create`.
+    Raises CommandError if it does not exist, unless `create`, and StoreError if an older release
+    wrote it, unless `accepts_older`.
     """
     data_dir: Path = arguments.data_dir
     url: str | None = arguments.database_url or None
     if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
         raise CommandError(f"--data-dir {data_dir}: no server has stored anything there")
-    return closing(Store.open(data_dir, role="tool", url=url))
+    return closing(Store.open(data_dir, role="tool", url=url, creates=create, accepts_older=accepts_older))
 
 
 def find_checkpoint(store: Store, text: str) -> CheckpointRow:

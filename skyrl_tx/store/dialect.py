@@ -119,6 +119,13 @@ class Dialect(ABC):
     def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         """Open the notifier of a role. It sends its queries to `reader`."""
 
+    @abstractmethod
+    def find_server(self, connection: Connection) -> str | None:
+        """Return a server of any release that has the database open, or None.
+
+        This process must not have its role yet.
+        """
+
     def check(self) -> None:
         """Raise StoreError if the database must not be served, for example a damaged file.
 
