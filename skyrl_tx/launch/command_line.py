@@ -26,6 +26,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import make_line
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
@@ -75,6 +76,10 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
             return run(arguments)
         except (UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
             raise CommandError(str(error)) from error
+        except PermissionError as error:
+            if not Path(error.filename or "").is_relative_to(arguments.data_dir):
+                raise
+            raise CommandError(f"--data-dir {explain_os_error(error, arguments.data_dir)}") from error
 
     # The flags have environment variables, like the settings of the server.
     parser.add_argument(
