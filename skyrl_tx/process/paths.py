@@ -1,4 +1,4 @@
-"""Errors of files and directories, in one line that names the owner and mode of what denies access."""
+"""Explain errors of files and directories in one line, with owner and mode if access is denied."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ def explain_os_error(error: OSError, about: Path | None = None) -> str:
         return " ".join(str(error).split())
     path, about = Path(name).absolute(), about or Path(name)
 
-    # A file in place of a directory.
+    # A file has the name of a directory.
     file = next((parent for parent in reversed(path.parents) if parent.is_file()), None)
     if error.errno == errno.EEXIST or (error.errno == errno.ENOTDIR and file is not None):
         return f"{about}: {file or path} is a file, not a directory"

@@ -168,7 +168,7 @@ def _run(command: Command, given: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"skyrl-tx {command.name}: {explain_os_error(error)}", file=sys.stderr)
+        print(f"skyrl-tx {command.name}: {make_line(explain_os_error(error))}", file=sys.stderr)
         return 1
     return status or 0
 

@@ -31,7 +31,7 @@ def obey_modes() -> Iterator[None]:
 
 
 @contextmanager
-def denied_directory(*files: str) -> Iterator[tuple[Path, str]]:
+def deny_directory(*files: str) -> Iterator[tuple[Path, str]]:
     """Yield the directory, which has empty files with these names, and the reason that errors name."""
     with tempfile.TemporaryDirectory(prefix="skyrl_tx-") as temporary:
         directory = Path(temporary) / "data"

@@ -6,11 +6,11 @@ import pytest
 
 from skyrl_tx.process import paths
 from skyrl_tx.process.paths import explain_os_error, get_home
-from tests.support.denied import denied_directory
+from tests.support.denied import deny_directory
 
 
-def test_a_denied_directory_is_named_with_owner_and_mode() -> None:
-    with denied_directory("config.json") as (directory, reason):
+def test_a_deny_directory_is_named_with_owner_and_mode() -> None:
+    with deny_directory("config.json") as (directory, reason):
         file = directory / "config.json"
         with pytest.raises(PermissionError) as raised:
             file.read_text()

@@ -24,7 +24,7 @@ from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.cli import main
-from tests.support.denied import denied_directory
+from tests.support.denied import deny_directory
 from tests.support.live_engine import live_engine
 
 
@@ -84,7 +84,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 @pytest.mark.parametrize("command", ["status", "keys list", "runs list", "backup /tmp/backup", "usage", "audit"])
 def test_a_command_names_the_owner_of_a_data_directory_that_it_may_not_enter(command: str, capsys) -> None:
-    with denied_directory("skyrl_tx.db") as (data_dir, reason):
+    with deny_directory("skyrl_tx.db") as (data_dir, reason):
         assert main([*command.split(), "--data-dir", str(data_dir)]) == 1
     name = command.split()[0]
     assert capsys.readouterr().err == f"skyrl-tx {name}: --data-dir {data_dir}: {reason}\n"
@@ -92,7 +92,7 @@ def test_a_command_names_the_owner_of_a_data_directory_that_it_may_not_enter(com
 
 @pytest.mark.parametrize("command", ["serve --base-model tiny", "serve --base-model x --backend fake --port 0"])
 def test_a_server_names_the_owner_of_a_data_directory_that_it_may_not_enter(command: str, capsys) -> None:
-    with denied_directory("skyrl_tx.db") as (data_dir, reason):
+    with deny_directory("skyrl_tx.db") as (data_dir, reason):
         assert main([*command.split(), "--data-dir", str(data_dir)]) == 1
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("skyrl-tx serve: ") and f"{data_dir}" in shown and reason in shown
