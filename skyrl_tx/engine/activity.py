@@ -226,6 +226,13 @@ class DeviceClock:
             else:
                 work.device_s += elapsed_s
 
+    @contextmanager
+    def measure_call(self, work: DeviceTime) -> Generator[None]:
+        """Measure a call that dispatches work and waits for it."""
+        self._dispatched.append(work)
+        with self.measure_completion(work):
+            yield
+
     def _divide_elapsed(self) -> None:
         counts = Counter(work.kind for work in self._dispatched)
         mean_s = self._elapsed_s / counts.total()

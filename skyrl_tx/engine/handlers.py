@@ -177,7 +177,7 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
         return
 
     # Take the optimizer step.
-    with context.device_clock.measure_completion(taken):
+    with context.device_clock.measure_call(taken):
         metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1

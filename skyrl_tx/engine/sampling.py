@@ -187,7 +187,7 @@ class SamplingExecutor:
         # Decode.
         clock, taken = self._context.device_clock, DeviceTime("slice")
         try:
-            with clock.measure_dispatch(taken), clock.measure_completion(taken):
+            with clock.measure_call(taken):
                 deltas = self._context.backend.step_sample()
         except FATAL_ERRORS:
             raise

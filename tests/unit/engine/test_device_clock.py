@@ -19,6 +19,28 @@ class Device:
             self.now = max(self.now, self.ready_at)
 
 
+def test_a_call_that_dispatches_and_waits_is_counted_once() -> None:
+    device, sample, trained, step = Device(), DeviceTime("slice"), DeviceTime("pass"), DeviceTime("step")
+    for _ in range(3):
+        with device.clock.measure_call(sample):
+            device.now += 2.0
+    device.dispatch(trained, 1.0)
+    device.complete(trained)
+    assert (sample.device_s, trained.device_s) == (6.0, 1.0), "not the time of the last slice again"
+    with device.clock.measure_call(step):
+        device.now += 0.5
+    assert step.device_s == 0.5
+
+
+def test_a_call_pays_for_itself_while_other_work_is_dispatched() -> None:
+    device, trained, step = Device(), DeviceTime("pass"), DeviceTime("step")
+    device.dispatch(trained, 1.0)
+    with device.clock.measure_call(step):
+        device.ready_at += 1.0
+        device.now = device.ready_at
+    assert (trained.device_s, step.device_s) == (1.0, 1.0)
+
+
 def test_a_call_that_waits_for_the_work_of_others_does_not_pay_for_it() -> None:
     device, ann, bob = Device(), DeviceTime("pass"), DeviceTime("pass")
     for _ in range(10):
