@@ -153,16 +153,6 @@ def list_logged_steps(tx: Session, model_id: ModelId, limit: int) -> list[Logged
     return [LoggedStep(*row) for row in execute(tx, statement)][::-1]
 
 
-def get_logged_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str]:
-    """Return the names that clients' loggers gave to these runs.
-
-    Runs without such a name are left out.
-    """
-    is_wanted = col(LoggedRunRow.model_id).in_(model_ids)
-    statement = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(is_wanted)
-    return {model_id or "": name for model_id, name in execute(tx, statement.order_by(col(LoggedRunRow.last_at)))}
-
-
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
     """The open requests of one kind for one model or sampler."""

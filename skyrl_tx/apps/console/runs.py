@@ -12,8 +12,16 @@ from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
-from skyrl_tx.apps.history.curves import CURVES, CurveCache, OptimizerStep, draw_spark, fold_newest_points, thin_steps
-from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
+from skyrl_tx.apps.history.curves import (
+    CURVES,
+    LOSSES,
+    CurveCache,
+    OptimizerStep,
+    draw_spark,
+    fold_newest_points,
+    thin_steps,
+)
+from skyrl_tx.apps.history.hints import DeviceUser, Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
@@ -81,7 +89,7 @@ def show_run(visit: Visit) -> Page:
         "run": run,
         "tab": tab,
         "tabs": _TABS,
-        "hints": _find_hints(visit, line, steps),
+        "hints": _find_hints(visit, line, steps, has_reward=run.reward is not None),
         "num_steps": len(steps),
         "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
     }
@@ -139,12 +147,12 @@ def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedR
     return joined, logged_metrics.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
 
 
-def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep]) -> Sequence[Hint]:
+def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep], *, has_reward: bool) -> Sequence[Hint]:
     since = find_slow_since(steps)
-    if since is None:
-        return find_hints(steps, visit.now)
-    users = visit.read(lambda tx: find_device_users(tx, since, line.model_id, line.owner, visit.caller.can_act_for))
-    return find_hints(steps, visit.now, users)
+    users: Sequence[DeviceUser] = ()
+    if since is not None:
+        users = visit.read(lambda tx: find_device_users(tx, since, line.model_id, line.owner, visit.caller.can_act_for))
+    return find_hints(steps, visit.now, users, has_reward=has_reward)
 
 
 def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
@@ -214,6 +222,8 @@ class RunView:
     state: str
     step: int
     loss: float | None
+    is_per_token: bool
+    """Whether `loss` comes from the curve `loss_per_token`, because the run has no weights."""
     loss_spark: str
     reward: float | None
     reward_spark: str
@@ -223,8 +233,8 @@ class RunView:
 def describe_runs(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
     """Describe runs, with their newest loss and reward."""
     tokens = visit.read(lambda tx: _count_tokens(tx, lines))
-    names = visit.read(lambda tx: queries.get_logged_names(tx, [line.model_id for line in lines]))
-    return [_describe_run(visit, line, names.get(line.model_id), tokens.get(line.model_id)) for line in lines]
+    names = visit.read(lambda tx: logged_metrics.get_logger_names(tx, [line.model_id for line in lines]))
+    return [_describe_run(visit, line, names, tokens.get(line.model_id)) for line in lines]
 
 
 def _count_tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
@@ -234,31 +244,32 @@ def _count_tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
     return {total.group[0]: total.tokens for total in totals if total.kind == "training"}
 
 
-def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: int | None) -> RunView:
+def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | None], tokens: int | None) -> RunView:
     spec = codec.decode(line.spec)
     assert isinstance(spec, ModelSpec)
 
     # Small curves of the loss, and of the reward if the client logged one
     if line.num_steps <= _WHOLE_STEPS:
-        steps = thin_steps(read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
+        steps = thin_steps(read_steps(visit, line.model_id, line.owner), LOSSES, _SPARK_BUCKETS)
     else:
         steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
-    losses = [step.values["loss"] for step in steps if "loss" in step.values]
-    metrics = (
-        []
-        if logged_name is None
-        else visit.read(lambda tx: queries.list_logged_steps(tx, line.model_id, _SPARK_REWARDS))
-    )
-    rewards = [reward for point in metrics if (reward := find_reward(point.values)) is not None]
+    known = [(name, step.values[name]) for step in steps for name in LOSSES if name in step.values]
+    loss_name = known[-1][0] if known else "loss"
+    losses = [value for name, value in known if name == loss_name]
+    has_metrics = line.model_id in logger_names
+    metrics = visit.read(lambda tx: queries.list_logged_steps(tx, line.model_id, _SPARK_REWARDS)) if has_metrics else []
+    reward = logged_metrics.choose_reward(name for point in metrics for name in point.values)
+    rewards = [value for point in metrics if reward is not None and (value := point.values.get(reward)) is not None]
 
     return RunView(
         line=line,
-        name=logged_name or line.display_name or shorten_id(line.model_id),
+        name=logger_names.get(line.model_id) or line.display_name or shorten_id(line.model_id),
         rank=spec.lora.rank,
         optimizer=spec.optimizer,
         state=find_state(line.status, line.last_request_at, visit.now, has_finished=line.finished_at is not None),
         step=max(line.num_steps, max((step.step for step in steps if step.is_applied), default=0)),
         loss=losses[-1] if losses else None,
+        is_per_token=loss_name != "loss",
         loss_spark=draw_spark(losses),
         reward=rewards[-1] if rewards else None,
         reward_spark=draw_spark(rewards),
@@ -276,19 +287,6 @@ def find_state(status: str, last_request_at: float, now: float, *, has_finished:
     if has_finished:
         return "ended"
     return "training" if now - last_request_at < _ACTIVE_S else "idle"
-
-
-def find_reward(values: Mapping[str, float | None]) -> float | None:
-    """Return the reward among metrics that a client logged, or None if there is none.
-
-    A metric counts as reward if its name contains "reward". Exact names, for example
-    "env/reward_mean", are preferred.
-    """
-    named = [name for name in values if "reward" in name.lower()]
-    exact = [
-        name for name in named if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
-    ]
-    return values[(exact or named)[0]] if named else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,18 +339,21 @@ def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Optimize
 def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
     """Return the metrics that clients logged from a step on.
 
-    For each name, there are lists of steps, times and values.
+    For each name, there are lists of steps, times and values. The reward comes first.
     """
     logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED))
+    logged = [point for point in logged if point.step >= since]
+    names = list(dict.fromkeys(name for point in logged for name in point.values))
+    reward = logged_metrics.choose_reward(names)
+    names.sort(key=lambda name: name != reward)
     curves: dict[str, dict[str, list[Any]]] = {}
-    for point in logged:
-        for name, value in point.values.items() if point.step >= since else ():
-            if name not in curves and len(curves) >= _MAX_LOGGED_NAMES:
-                continue
-            curve = curves.setdefault(name, {"step": [], "time": [], "value": []})
-            curve["step"].append(point.step)
-            curve["time"].append(point.at)
-            curve["value"].append(value)
+    for name in names[:_MAX_LOGGED_NAMES]:
+        having = [point for point in logged if name in point.values]
+        curves[name] = {
+            "step": [point.step for point in having],
+            "time": [point.at for point in having],
+            "value": [point.values[name] for point in having],
+        }
     return curves
 
 
@@ -369,6 +370,7 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
     kept = thin_steps(steps, _NAMES)
 
     # Curves without values are left out
+    logged = read_logged(visit, model_id, since)
     present = {name for step in kept for name in step.values}
     marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
 
@@ -380,12 +382,13 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
         "time": [step.at for step in kept],
         "curves": {name: [step.values.get(name) for step in kept] for name in _NAMES if name in present},
         "titles": {
-            curve.name: {"title": curve.title, "help": curve.help, "unit": curve.unit}
+            curve.name: {"title": curve.title, "help": curve.help, "unit": curve.unit, "group": curve.group}
             for curve in CURVES
             if curve.name in present
         },
         # Besides the curves
-        "logged": read_logged(visit, model_id, since),
+        "logged": logged,
+        "reward": logged_metrics.choose_reward(logged),
         "checkpoints": [
             {"name": row.name, "kind": row.kind, "step": row.step, "time": row.created_at}
             for row in marks

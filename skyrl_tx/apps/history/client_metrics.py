@@ -14,7 +14,7 @@ from typing import cast
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics
-from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
@@ -32,8 +32,6 @@ ACTIVE_S = 600.0
 
 New metrics can be matched to active models only.
 """
-CLIENT_RUN = "client"
-"""Name of the logged run for metrics that the client logs directly for a model."""
 _POINTS_PER_TRANSACTION = 500
 """Keeps write transactions short, so that other writes do not wait long."""
 _MAX_CONFIG_NAMES = 256

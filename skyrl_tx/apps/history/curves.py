@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT
 
 Value = float | None
 """A number. None stands for NaN or infinity."""
@@ -39,7 +40,7 @@ class OptimizerStep:
     tokens: int
     datums: int
     queue_s: float
-    """The longest time that a request of the step waited for the device."""
+    """The longest time that a request of the step waited while no earlier request of the run ran."""
     device_s: float
     is_applied: bool
     """False if there are passes but no optimizer step yet."""
@@ -54,33 +55,58 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Name and description of a curve, as the console shows it."""
+    """Name and description of a curve, as the console shows it. `group` is a heading of the page."""
 
     name: str
     title: str
     help: str
     unit: str = ""
+    group: str = "Training"
 
 
+_MAIN, _SAMPLES, _SIZE = "Reward and loss", "Samples", "Size and time"
 CURVES: tuple[Curve, ...] = (
-    Curve("loss", "Loss per token", "loss of the step, divided by the number of tokens it is summed over"),
-    Curve("forward_loss", "Loss per token, forward only", "loss per token of forward-only passes, such as evaluations"),
+    Curve("loss", "Loss", "loss of the step, divided by the sum of the weights of its tokens", group=_MAIN),
+    Curve(
+        "loss_per_token",
+        "Loss per token, with prompts",
+        "steps of a release before 0.3, which stored no weights: loss divided by all tokens",
+        group=_MAIN,
+    ),
+    Curve("forward_loss", "Loss, forward only", "loss of forward-only passes, such as evaluations, divided likewise"),
     Curve("kl_to_sampler", "KL to the sampler", "mean of sampler log-probability minus trainer log-probability"),
     Curve("ratio", "Ratio", "mean of trainer probability divided by sampler probability"),
     Curve("clip_fraction", "Clip fraction", "fraction of ratios outside the clip thresholds"),
     Curve("grad_norm", "Gradient norm", "L2 norm of the gradient before clipping"),
     Curve("learning_rate", "Learning rate", "learning rate of the optimizer step"),
     Curve("loss_sum", "Loss, summed", "loss of the step as returned to the client"),
-    Curve("sampled_length", "Sampled length", "mean length in tokens of samples from the weights before this step"),
-    Curve("cut_share", "Cut samples", "fraction of samples that reached max_tokens or the context limit"),
-    Curve("surprise", "Surprise", "mean -log p of sampled tokens; near 0, all samples of a prompt are alike", "nats"),
-    Curve("tokens", "Tokens", "training tokens of the step"),
-    Curve("datums", "Examples", "training examples of the step"),
-    Curve("device_s", "Device time", "device time of the step in seconds", "s"),
-    Curve("queue_s", "Queue time", "longest time that a request of the step waited for the device", "s"),
-    Curve("wall_s", "Wall time", "time from the first request of the step to its last result", "s"),
+    Curve(
+        "sampled_length",
+        "Sampled length",
+        "mean length in tokens of samples from the weights before this step",
+        group=_SAMPLES,
+    ),
+    Curve(
+        "cut_share",
+        "Cut samples",
+        "fraction of samples that reached max_tokens or the context limit",
+        group=_SAMPLES,
+    ),
+    Curve(
+        "surprise",
+        "Surprise",
+        "mean -log p of sampled tokens; near 0, all samples of a prompt are alike",
+        "nats",
+        group=_SAMPLES,
+    ),
+    Curve("tokens", "Tokens", "training tokens of the step", group=_SIZE),
+    Curve("datums", "Examples", "training examples of the step", group=_SIZE),
+    Curve("device_s", "Device time", "device time of the step's requests in seconds", "s", group=_SIZE),
+    Curve("queue_s", "Queue time", "longest wait of a request while the run used no device", "s", group=_SIZE),
+    Curve("wall_s", "Wall time", "time from the first request of the step to its last result", "s", group=_SIZE),
 )
-_STEP_NAMES = frozenset({"tokens", "datums", "device_s", "queue_s", "wall_s"})
+LOSSES = ("loss", "loss_per_token")
+"""The curves with the loss of a step. A step has one of them."""
 _MEANS = ("ratio", "kl_to_sampler", "clip_fraction")
 
 
@@ -131,12 +157,20 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
     return result if math.isfinite(result) else None
 
 
-def fold_points(points: Iterable[Point]) -> list[OptimizerStep]:
-    """Combine points into optimizer steps, in order of their numbers."""
+def fold_points(points: Iterable[Point], before: OptimizerStep | None = None) -> list[OptimizerStep]:
+    """Combine points into optimizer steps, in order of their numbers.
+
+    `before` is the step before the first one, if it is known.
+    """
     by_step: dict[int, list[Point]] = {}
     for point in points:
         by_step.setdefault(get_displayed_step(point.kind, point.step), []).append(point)
-    return [_fold_step(step, by_step[step]) for step in sorted(by_step)]
+
+    steps: list[OptimizerStep] = []
+    for number in sorted(by_step):
+        before = _fold_step(number, by_step[number], before)
+        steps.append(before)
+    return steps
 
 
 def fold_newest_points(points: Sequence[Point]) -> list[OptimizerStep]:
@@ -149,7 +183,7 @@ def fold_newest_points(points: Sequence[Point]) -> list[OptimizerStep]:
     return steps[1:] if len(steps) > 2 else steps
 
 
-def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
+def _fold_step(step: int, points: Sequence[Point], before: OptimizerStep | None) -> OptimizerStep:
     passes = [point for point in points if point.kind == "train"]
     forwards = [point for point in points if point.kind == "forward"]
     updates = [point for point in points if point.kind == "step"]
@@ -160,13 +194,15 @@ def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
     trained = passes or ([] if updates else forwards)
     tokens, datums = (sum(point.tokens for point in trained), sum(point.datums for point in trained))
     wall_s = max(point.at for point in timed) - min(point.created_at for point in timed)
-    queue_s = max(max(point.started_at - point.created_at, 0.0) for point in timed)
+    queue_s = _find_longest_wait(timed, 0.0 if before is None else before.at)
     device_s = sum(point.device_s for point in timed)
 
     # Curves
     values: dict[str, Value] = _fold_passes(passes)
     if forwards:
-        values["forward_loss"] = _fold_passes(forwards).get("loss")
+        losses = [value for name, value in _fold_passes(forwards).items() if name in LOSSES]
+        if losses:
+            values["forward_loss"] = losses[0]
     if updates:
         update = updates[-1].values
         for name, metric in (("grad_norm", "unclipped_grad_l2:mean"), ("learning_rate", "learning_rate:mean")):
@@ -189,6 +225,19 @@ def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
     )
 
 
+def _find_longest_wait(points: Iterable[Point], free_at: float) -> float:
+    """Return the longest time that a request waited while no earlier request of the run ran.
+
+    A client may send the optimizer step, and the next pass, before the pass has finished. Their
+    wait for the pass is no wait for the device. `free_at` is when the step before was done.
+    """
+    longest_s = 0.0
+    for point in sorted(points, key=lambda point: (point.started_at, point.position)):
+        longest_s = max(longest_s, point.started_at - max(point.created_at, free_at))
+        free_at = max(free_at, point.at)
+    return longest_s
+
+
 def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
     """Return the curves of the passes of one step."""
     if not passes:
@@ -196,13 +245,16 @@ def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
     metrics = fold_metrics([(point.values, float(point.datums)) for point in passes])
     curves: dict[str, Value] = {}
     if "loss:sum" in metrics:
+        # Older rows have no weights, but policy-gradient losses have the number of positions with
+        # an advantage
         total = metrics["loss:sum"]
-        # A policy-gradient loss is summed over the positions with an advantage, any other loss over
-        # all tokens
-        counted = metrics.get("ratio_count:sum") or metrics.get("num_tokens:sum")
-        counted = counted or float(sum(point.tokens for point in passes))
+        known = [metrics[name] for name in (LOSS_WEIGHT, "ratio_count:sum") if name in metrics]
+        weight = known[0] if known else float(sum(point.tokens for point in passes))
         curves["loss_sum"] = total
-        curves["loss"] = total / counted if total is not None and counted else None
+        if weight != 0:
+            mean = None if total is None or weight is None else total / weight
+            curves["loss" if known else "loss_per_token"] = mean
+
     for name in _MEANS:
         count = metrics.get(f"{name}_count:sum")
         if f"{name}_count:sum" in metrics and count is not None:
@@ -235,19 +287,6 @@ def thin_steps(steps: Sequence[OptimizerStep], names: Sequence[str], buckets: in
             if values:
                 kept |= {min(values)[1], max(values)[1]}
     return [steps[index] for index in sorted(kept)]
-
-
-def smooth(values: Sequence[Value], weight: float) -> list[Value]:
-    """Return the exponential moving average, without the usual bias of its first values to 0."""
-    average = total = 0.0
-    smoothed: list[Value] = []
-    for value in values:
-        if value is None:
-            smoothed.append(None)
-            continue
-        average, total = weight * average + (1 - weight) * value, weight * total + (1 - weight)
-        smoothed.append(average / total if total else value)
-    return smoothed
 
 
 def draw_spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
@@ -340,7 +379,9 @@ class _CachedRun:
                 after = page[-1].position
 
             # Combine them into steps
-            folded = fold_points(points)
+            first = min((get_displayed_step(point.kind, point.step) for point in points), default=0)
+            earlier = bisect_left(self._merged, first, key=lambda step: step.step)
+            folded = fold_points(points, self._merged[earlier - 1] if earlier else None)
             for step in folded:
                 self._steps[step.step] = step
             if points:

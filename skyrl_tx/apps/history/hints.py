@@ -26,9 +26,9 @@ _MIN_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A problem of a run, and what to do about it."""
+    """A problem of a run or something that it lacks, and what to do about it."""
 
-    level: Literal["error", "warning"]
+    level: Literal["error", "warning", "note"]
     text: str
     advice: str
     step: int
@@ -45,10 +45,13 @@ class DeviceUser:
     device_s: float
 
 
-def find_hints(steps: Sequence[OptimizerStep], now: float, other_users: Sequence[DeviceUser] = ()) -> list[Hint]:
+def find_hints(
+    steps: Sequence[OptimizerStep], now: float, other_users: Sequence[DeviceUser] = (), *, has_reward: bool = True
+) -> list[Hint]:
     """Return hints about the steps of a run, errors first. `steps` must be in order.
 
     `other_users` are the other users of the device since the time that `find_slow_since` returns.
+    `has_reward` tells whether the client logs a reward.
     """
     if not steps:
         return []
@@ -69,6 +72,7 @@ def find_hints(steps: Sequence[OptimizerStep], now: float, other_users: Sequence
             # Speed
             _check_slowness(steps, other_users),
             _check_idle(steps, now),
+            None if has_reward else _check_reward(steps),
         )
         if hint is not None
     ]
@@ -247,6 +251,19 @@ def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
         "minutes ago.",
         "Check whether the client is still running.",
         last.step,
+    )
+
+
+def _check_reward(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "advantages")
+    if not known:
+        return None
+    return Hint(
+        "note",
+        "This run has advantages, but no reward is logged to this server.",
+        "To see rewards here, send your metrics to this server: install trackio and set TRACKIO_SERVER_URL to the "
+        "address of this server with /trackio at its end, and TRACKIO_WRITE_TOKEN to your API key.",
+        known[0][0],
     )
 
 

@@ -6,7 +6,7 @@ size of its points are limited.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,6 +37,8 @@ Beyond it, points are deleted in the same way.
 """
 MAX_RUNS = 10_000
 """Limit on the logged runs of an owner."""
+CLIENT_RUN = "client"
+"""Name of the logged run for metrics that the client logs without a logger for a model."""
 _NEW_POINTS = insert(LoggedPointRow)
 _POINTS = select(
     col(LoggedPointRow.position),
@@ -290,3 +292,29 @@ def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: 
     if models.get_owner(tx, model_id) != row.owner:
         raise bad_request(f"training_run_id {model_id!r}: must have the same owner as the logged run")
     set_model(tx, row, model_id)
+
+
+def get_logger_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str | None]:
+    """Return the names that clients' loggers gave to these runs.
+
+    The name is None for a run with metrics that were logged without a logger. Runs without metrics
+    are left out.
+    """
+    is_wanted = col(LoggedRunRow.model_id).in_(model_ids)
+    statement = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(is_wanted)
+    names: dict[str, str | None] = {}
+    for row in execute(tx, statement.order_by(col(LoggedRunRow.last_at))):
+        model_id, name = row[0] or "", row[1]
+        names[model_id] = names.get(model_id) if name == CLIENT_RUN else name
+    return names
+
+
+def choose_reward(names: Iterable[str]) -> str | None:
+    """Return the name of the reward among the names of logged metrics, or None if there is none.
+
+    A metric counts as reward if its name contains "reward". Exact names, for example
+    "env/reward_mean", are preferred.
+    """
+    named = [name for name in names if "reward" in name.lower()]
+    exact = ("reward", "reward_mean", "mean_reward", "total")
+    return min(named, key=lambda name: name.lower().rpartition("/")[2] not in exact, default=None)

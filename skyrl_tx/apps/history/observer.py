@@ -12,8 +12,11 @@ from sqlmodel import Session
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
 from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT
 from skyrl_tx.contract.arrays import NumberArray
+from skyrl_tx.contract.custom_loss import CUSTOM
 from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
@@ -68,6 +71,7 @@ class HistoryObserver(ResultObserver):
         """Write a point, and the results of the pass for kept samples."""
         request, step = queued.model_pass, model.num_steps
         assert request is not None
+        values = {**output.metrics, LOSS_WEIGHT: sum_loss_weights(request)}
         self._points.grown.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
@@ -83,7 +87,7 @@ class HistoryObserver(ResultObserver):
                 device_s=time.device_s,
                 tokens=num_tokens,
                 datums=len(request.data),
-                values=output.metrics,
+                values=values,
             )
             points.add(tx, point)
 
@@ -195,6 +199,27 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
         scored_tokens=tokens if is_scored else 0,
         logprob_sum=logprob_sum if is_scored else 0.0,
     )
+
+
+def sum_loss_weights(request: ModelPass) -> float:
+    """Return the sum of the weights of all tokens. Curves divide the loss by it.
+
+    Without weights, each token counts 1. Tokens with advantage 0 do not count. Weights can be
+    negative if the client computes the loss (`forward_backward_custom`), so their absolute values
+    are added. A custom loss has no weights, so each datum counts 1.
+    """
+    if request.loss == CUSTOM:
+        return float(len(request.data))
+    total = 0.0
+    for datum in request.data:
+        inputs = datum.loss_inputs
+        weights, advantages = inputs.get("weights"), inputs.get("advantages")
+        if weights is None:
+            total += np.count_nonzero(advantages) if advantages is not None else inputs[TARGET_TOKENS].size
+        else:
+            counted = weights if advantages is None else weights[advantages != 0]
+            total += float(np.abs(counted).sum(dtype=np.float64))
+    return float(total)
 
 
 def _describe_trained_sequences(

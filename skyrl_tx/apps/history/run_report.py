@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics, points
-from skyrl_tx.apps.history.curves import add_samples, fold_newest_points
+from skyrl_tx.apps.history.curves import OptimizerStep, add_samples, fold_newest_points, fold_points
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
-from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
@@ -24,13 +23,11 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 MAX_POINTS = 2000
 """The report reads this many of the newest points of a run, and as many logged points."""
-LOSS = "loss:sum"
-GRADIENT_NORM = "unclipped_grad_l2:mean"
-LOSS_CURVE = "loss"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _NO_VALUE = "·"
 _MAX_CURVES = 12
+_STEP_CURVES = {"loss": "loss", "loss_per_token": "loss per token", "grad_norm": "gradient norm"}
 
 CurvePoints = Sequence[tuple[int, float | None]]
 """Pairs of step and value. None stands for NaN or infinity."""
@@ -68,44 +65,58 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     if row is None:
         raise CommandError(f"run {model_id!r} does not exist; `skyrl-tx runs list` shows all runs")
     newest = points.read_newest(tx, model_id, MAX_POINTS)
+    steps = fold_points(newest) if len(newest) < MAX_POINTS else fold_newest_points(newest)
     logged = _read_newest_logged(tx, model_id)
     saved = checkpoints.list_by_run(tx, model_id, time.time())
     return RunReport(
-        summary=_make_summary(tx, row, newest),
-        curves=make_curves(newest, logged),
+        summary=_make_summary(tx, row, steps),
+        curves=make_curves(steps, logged),
         checkpoints=list(map(_make_checkpoint_record, saved)),
-        hints=_find_hints(tx, model_id, newest),
+        hints=_find_hints(tx, model_id, steps, logged),
     )
 
 
-def _find_hints(tx: Session, model_id: ModelId, newest: Sequence[Point]) -> Sequence[Hint]:
+def _find_hints(
+    tx: Session, model_id: ModelId, steps: Sequence[OptimizerStep], logged: Iterable[LoggedPoint]
+) -> Sequence[Hint]:
     """Return the hints that an admin sees on the run's page in the console."""
     owner = models.get_owner(tx, model_id) or ""
     sums = {sampled.step + 1: sampled for sampled in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
-    steps = [add_samples(step, sums[step.step]) if step.step in sums else step for step in fold_newest_points(newest)]
+    steps = [add_samples(step, sums[step.step]) if step.step in sums else step for step in steps]
     since = find_slow_since(steps)
     users = () if since is None else find_device_users(tx, since, model_id, owner, lambda _: True)
-    return find_hints(steps, time.time(), users)
+    reward = logged_metrics.choose_reward(name for point in logged for name in point.values)
+    return find_hints(steps, time.time(), users, has_reward=reward is not None)
 
 
-def get_last_loss(run_points: Iterable[Point]) -> float | None:
-    """Return the loss of the last step that has one, summed over its passes, with six digits."""
-    curve = _sum_losses(run_points)
-    return None if not curve or curve[-1][1] is None else float(f"{curve[-1][1]:.6g}")
+def find_name(tx: Session, model_id: ModelId, display_name: str | None) -> str | None:
+    """Return the name of a run: from its logger, else the name of its session."""
+    return logged_metrics.get_logger_names(tx, [model_id]).get(model_id) or display_name
 
 
-def make_curves(run_points: Sequence[Point], logged: Iterable[LoggedPoint]) -> dict[str, CurvePoints]:
-    """Return the curves of a run by name: the loss, the gradient norm, and clients' metrics."""
-    norms = [
-        (row.step, row.values[GRADIENT_NORM])
-        for row in run_points
-        if row.kind == "step" and GRADIENT_NORM in row.values
-    ]
-    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _sum_losses(run_points), "gradient norm": norms}
+def get_last_loss(steps: Sequence[OptimizerStep]) -> float | None:
+    """Return the loss of the last step that has one, with six digits, as the console shows it.
+
+    None if the run was recorded without weights, because then there is only a loss per token.
+    """
+    losses = [step.values["loss"] for step in steps if "loss" in step.values]
+    return None if not losses or losses[-1] is None else float(f"{losses[-1]:.6g}")
+
+
+def make_curves(steps: Sequence[OptimizerStep], logged: Iterable[LoggedPoint]) -> dict[str, CurvePoints]:
+    """Return the curves of a run by name: first the reward, the loss and the gradient norm."""
+    metrics: dict[str, list[tuple[int, float | None]]] = {}
     for point in logged:
         for name, value in point.values.items():
-            curves.setdefault(name, []).append((point.step, value))
-    return {name: curve for name, curve in curves.items() if curve}
+            metrics.setdefault(name, []).append((point.step, value))
+    reward = logged_metrics.choose_reward(metrics)
+    curves: dict[str, CurvePoints] = {} if reward is None else {reward: metrics.pop(reward)}
+
+    for name, title in _STEP_CURVES.items():
+        curve = [(step.step, step.values[name]) for step in steps if name in step.values]
+        if curve:
+            curves[title] = curve
+    return curves | {f"logged/{name}" if name in curves else name: curve for name, curve in metrics.items()}
 
 
 def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
@@ -184,12 +195,12 @@ def _format_value(value: object) -> str:
     return "-" if value is None else make_line(str(value))
 
 
-def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record:
+def _make_summary(tx: Session, row: ModelRow, steps: Sequence[OptimizerStep]) -> Record:
     session = sessions.get(tx, row.session_id)
 
     return {
         "run": row.model_id,
-        "name": None if session is None else session.display_name,
+        "name": find_name(tx, row.model_id, None if session is None else session.display_name),
         "project": None if session is None else session.project_id,
         "owner": None if session is None else session.owner,
         "session": row.session_id,
@@ -201,7 +212,7 @@ def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record
         "created": format_time(row.created_at),
         "last_used": format_time(row.last_request_at),
         "step": row.num_steps,
-        "loss": get_last_loss(newest),
+        "loss": get_last_loss(steps),
         "incomplete_gradient": row.poisoned_by,
         "deleted": format_time(row.deleted_at),
     }
@@ -224,16 +235,6 @@ def _read_newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
     return sorted(
         logged_metrics.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
     )
-
-
-def _sum_losses(run_points: Iterable[Point]) -> list[tuple[int, float | None]]:
-    """Return the loss of each optimizer step, summed over the passes before it."""
-    losses: dict[int, float | None] = {}
-    for row in run_points:
-        if row.kind == "train" and LOSS in row.values:
-            value, before = row.values[LOSS], losses.get(row.step, 0.0)
-            losses[row.step] = None if value is None or before is None else before + value
-    return list(losses.items())
 
 
 def _format_number(value: float | None) -> str:

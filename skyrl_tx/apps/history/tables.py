@@ -18,6 +18,11 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store.tables import BIG_KEY, AppTable
 
 PointKind = Literal["train", "forward", "step"]
+LOSS_WEIGHT = "loss_weight:sum"
+"""Name of the sum of the weights of a pass in `RunPointRow.values`.
+
+Rows of releases before 0.3 do not have it.
+"""
 
 
 def encode_numbers(values: Mapping[str, float | None] | None) -> str:
@@ -73,7 +78,10 @@ class RunPointRow(AppTable, table=True):
     tokens: int = Field(default=0, sa_type=BigInteger)
     datums: int = 0
     values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=NumbersText)
-    """The metrics in the result, for example `loss:sum`. None stands for NaN or infinity."""
+    """The metrics in the result, for example `loss:sum`, and of a pass also `LOSS_WEIGHT`.
+
+    None stands for NaN or infinity.
+    """
 
 
 class KeptSampleRow(AppTable, table=True):

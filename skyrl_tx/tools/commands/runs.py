@@ -14,6 +14,7 @@ from typing import Literal
 from sqlmodel import Session, col, select
 
 from skyrl_tx.apps.history import points, run_report
+from skyrl_tx.apps.history.curves import fold_points
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
@@ -77,27 +78,29 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    query = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
+    query = select(ModelRow, SessionRow).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
     deleted_at = col(ModelRow.deleted_at)
     query = query.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
     if arguments.owner is not None:
         query = query.where(SessionRow.owner == arguments.owner)
 
     records: list[Record] = []
-    for row, owner in tx.exec(query):
+    for row, session in tx.exec(query):
         saved = [] if arguments.deleted else checkpoints.list_by_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
+        newest = points.read_newest(tx, row.model_id, _LAST_PASSES, "train")
 
         records.append(
             {
                 "run": row.model_id,
+                "name": run_report.find_name(tx, row.model_id, session.display_name),
                 "base_model": row.base_model,
                 "rank": spec.lora.rank,
-                "owner": owner,
+                "owner": session.owner,
                 "status": row.status,
                 "step": row.num_steps,
-                "loss": run_report.get_last_loss(points.read_newest(tx, row.model_id, _LAST_PASSES, "train")),
+                "loss": run_report.get_last_loss(fold_points(newest)),
                 "last_used": format_time(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),

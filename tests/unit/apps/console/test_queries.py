@@ -184,7 +184,7 @@ def test_usage_by_bucket_and_of_a_session(filled: Store) -> None:
 def test_logged_metrics_samplers_and_keys(filled: Store) -> None:
     found = filled.read(lambda tx: queries.list_logged_steps(tx, FIRST, 10))
     assert [(point.step, point.values) for point in found] == [(1, {"reward": 0.5}), (2, {"reward": 1.0})]
-    assert filled.read(lambda tx: queries.get_logged_names(tx, [FIRST, SECOND])) == {FIRST: "maths"}
+    assert filled.read(lambda tx: logged_metrics.get_logger_names(tx, [FIRST, SECOND])) == {FIRST: "maths"}
     samplers = filled.read(lambda tx: queries.list_samplers_of_session(tx, ANN, 1))
     assert [row.sampling_session_id for row in samplers] == [f"{ANN}:sample:1"]
 

@@ -3,9 +3,10 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.apps.console.runs import find_reward, find_state
+from skyrl_tx.apps.console.runs import find_state
 from skyrl_tx.apps.console.samples import describe_groups, make_decoder
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
+from skyrl_tx.apps.history.logged_metrics import choose_reward
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
 from tests.support.tiny_tokenizer import PACKAGED
@@ -15,10 +16,8 @@ def test_states_and_rewards() -> None:
     assert [find_state("ready", at, 100.0) for at in (90.0, 10.0)] == ["training", "idle"]
     assert find_state("ready", 90.0, 100.0, has_finished=True) == "ended"
     assert find_state("unloaded", 0.0, 1.0) == "ended" and find_state("failed", 0.0, 1.0) == "failed"
-    assert (
-        find_reward({"a": 1.0, "env/reward_std": 3.0, "env/all/reward/total": 2.0}) == 2.0
-        and find_reward({"a": 1.0}) is None
-    )
+    assert choose_reward(["a", "env/reward_std", "env/all/reward/total"]) == "env/all/reward/total"
+    assert choose_reward(["a"]) is None
 
 
 def test_samples_are_shown_by_group_the_best_first() -> None:

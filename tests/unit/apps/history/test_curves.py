@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from skyrl_tx.apps.history.curves import CurveCache, draw_spark, fold_metrics, fold_points, smooth, thin_steps
+from skyrl_tx.apps.history.curves import LOSSES, CurveCache, draw_spark, fold_metrics, fold_points, thin_steps
 from skyrl_tx.apps.history.points import Point, SampledStep
-from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 from skyrl_tx.contract.ids import ModelId
 
 NUMBERS = st.floats(-1e6, 1e6)
 
 
-VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0}
+VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0, LOSS_WEIGHT: 10.0}
 
 
 def point(position: int, kind: PointKind, step: int, **changes: Any) -> Point:
@@ -72,26 +72,44 @@ def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() 
     assert step.values["advantages"] == 3.0 and not step.is_applied
 
 
+def test_a_loss_is_divided_by_the_weights_that_are_known() -> None:
+    masked = {"loss:sum": 6.0, "num_tokens:sum": 100.0, LOSS_WEIGHT: 4.0}
+    old = {"loss:sum": 6.0, "num_tokens:sum": 100.0}
+    steps = fold_points(
+        [
+            point(1, "train", 0, values=masked),
+            point(2, "train", 0, values={**masked, "loss:sum": 10.0}),
+            point(3, "train", 1, values=old),
+            point(4, "train", 2, values={**masked, LOSS_WEIGHT: 0.0}),
+            point(5, "train", 3, values={**masked, "loss:sum": None}),
+        ]
+    )
+    losses = [{name: step.values[name] for name in LOSSES if name in step.values} for step in steps]
+    assert losses == [{"loss": 2.0}, {"loss_per_token": 0.6}, {}, {"loss": None}]
+    assert [step.values["loss_sum"] for step in steps] == [16.0, 6.0, 6.0, None]
+
+
+def test_a_run_that_waits_for_its_own_requests_does_not_wait_for_the_device() -> None:
+    """Covers a client that sends the pass and the step of the next batch before the results of this one."""
+    points = [
+        point(1, "train", 0, created_at=0.0, started_at=0.25, at=10.0),
+        point(2, "step", 1, created_at=0.0, started_at=10.0, at=12.0),
+        point(3, "train", 1, created_at=1.0, started_at=12.5, at=20.0),
+        point(4, "step", 2, created_at=1.0, started_at=25.0, at=26.0),
+    ]
+    assert [step.queue_s for step in fold_points(points)] == [0.25, 5.0]
+
+
 def test_evaluations_are_curves_of_their_own() -> None:
     evaluation = point(9, "forward", 0, created_at=-50.0, at=90.0)
     (step,) = fold_points([*passes(1), evaluation])
     assert step.values["forward_loss"] == 2.0 and step.tokens == 20 and step.wall_s == 2.0 and step.passes == 2
 
 
-@given(st.lists(st.none() | NUMBERS, max_size=60), st.floats(0, 0.99))
-def test_smoothing_stays_between_the_extremes(values: list[float | None], weight: float) -> None:
-    known = [value for value in values if value is not None]
-    smoothed = smooth(values, weight)
-    assert [value is None for value in smoothed] == [value is None for value in values]
-    for value in smoothed:
-        assert value is None or min(known) - 1e-3 <= value <= max(known) + 1e-3
-    assert weight or smoothed == pytest.approx(values)
-
-
 @given(st.lists(NUMBERS, min_size=1, max_size=400), st.integers(1, 20))
 def test_thinning_keeps_order_ends_and_spikes(losses: list[float], buckets: int) -> None:
     points = [
-        point(index, "train", index, values={"loss:sum": loss * 10, "num_tokens:sum": 10.0})
+        point(index, "train", index, values={"loss:sum": loss * 10, LOSS_WEIGHT: 10.0})
         for index, loss in enumerate(losses)
     ]
     steps = fold_points(points)

@@ -119,6 +119,13 @@ def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:
     assert "Step 2 has 3 passes but no optimizer step, and its last pass ended 30 minutes ago" in hint.text
 
 
+def test_a_policy_gradient_run_without_reward_says_how_to_log_it() -> None:
+    steps = run({})
+    (hint,) = find_hints(steps, 500.0, has_reward=False)
+    assert hint.level == "note" and "TRACKIO_SERVER_URL" in hint.advice and "TRACKIO_WRITE_TOKEN" in hint.advice
+    assert find_hints([step(number, grad_norm=1.0) for number in range(1, 9)], 80.0, has_reward=False) == []
+
+
 def test_errors_come_first() -> None:
     found = find_hints(run({"loss_sum": None, "learning_rate": 0.0}), 500.0)
     assert [hint.level for hint in found] == ["error", "warning"]

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from skyrl_tx.apps.history import kept_samples, points
+from skyrl_tx.apps.history.observer import sum_loss_weights
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import requests
@@ -75,12 +76,39 @@ def test_each_pass_and_step_is_a_point(harness: EngineHarness) -> None:
 
     first, step = found[0], found[2]
     assert first.created_at <= first.started_at <= first.at and first.device_s > 0
-    assert first.values["num_tokens:sum"] == 10 and math.isfinite(first.values["loss:sum"] or 0)
+    assert first.values["num_tokens:sum"] == first.values["loss_weight:sum"] == 10 and math.isfinite(
+        first.values["loss:sum"] or 0
+    )
     assert found[-1].values == harness.result(last).metrics and step.device_s > 0
 
     row = harness.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.num_steps == 2
     assert work(harness) == {("m", "training"): (30, 5), ("m", "forward"): (10, 1)}
+
+
+def make_pass(loss: str, *inputs: dict[str, Any]) -> ModelPass:
+    data = []
+    for arrays in inputs:
+        loss_inputs = {"target_tokens": np.arange(4), **{name: np.array(value) for name, value in arrays.items()}}
+        data.append(requests.Datum(tokens=np.arange(4, dtype=np.int32), loss_inputs=loss_inputs))
+    return ModelPass(data=tuple(data), loss=loss, loss_config={}, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "weight"),
+    [
+        (make_pass("cross_entropy", {"weights": [0.0, 0.0, 1.0, 1.0]}, {"weights": [0.0, 1.0, 1.0, 1.0]}), 5.0),
+        (make_pass("cross_entropy", {"weights": [0.0, 0.0, 0.5, 0.5]}, {"weights": [0.25] * 4}), 2.0),
+        (make_pass("cross_entropy", {}, {"weights": [0.0] * 4}), 4.0),
+        (make_pass("cross_entropy", {"weights": [[0.75, 0.25]] * 4}), 4.0),
+        (make_pass("cross_entropy", {"weights": [-0.5, 0.5, -1.0, 0.0]}), 2.0),
+        (make_pass("ppo", {"advantages": [0.0, 0.0, -2.0, 2.0]}), 2.0),
+        (make_pass("ppo", {"advantages": [0.0, 0.5, 0.5, 0.5], "weights": [1.0, 0.0, 0.5, 0.5]}), 1.0),
+        (make_pass("custom", {}, {}, {}), 3.0),
+    ],
+)
+def test_the_weight_of_a_loss_is_the_sum_of_the_weights_of_its_tokens(request_: ModelPass, weight: float) -> None:
+    assert sum_loss_weights(request_) == weight
 
 
 def test_requests_record_when_they_started(harness: EngineHarness) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sqlmodel import update
 
 from skyrl_tx.apps.history import logged_metrics, points
-from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history.curves import fold_points
+from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedPoint, LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point, SampledStep
-from skyrl_tx.apps.history.run_report import draw_sparkline
+from skyrl_tx.apps.history.run_report import draw_sparkline, get_last_loss, make_curves
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT, LoggedRunRow
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
@@ -44,7 +47,7 @@ def data_dir(tmp_path: Path) -> Path:
 
         for step in range(8):
             for part in range(2):
-                points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
+                points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step, LOSS_WEIGHT: 2.0}))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
 
         row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
@@ -94,9 +97,11 @@ def test_show_prints_config_curves_and_lineage(data_dir: Path, capsys: pytest.Ca
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rank", "16"] in lines and ["project", "gsm8k"] in lines and ["step", "8"] in lines
     assert ["loaded", "from", "tinker://other:train:0/weights/start"] in lines
-    assert ["loss", "20", "█▇▆▅▄▃▂▁", "6", "7"] in lines
+    assert ["loss", "5", "█▇▆▅▄▃▂▁", "1.5", "8"] in lines
     assert ["gradient", "norm", "1", "▁▂▃▄▅▆▇█", "8", "8"] in lines
     assert ["reward\\x1b[1m", "0", "▁▂▃▄▅▆▇█", "0.875", "7"] in lines, "terminals execute no text of clients"
+    table = [line[0] for line in lines[lines.index(["METRIC", "FIRST", "CURVE", "LAST", "STEP"]) :] if line]
+    assert table[1:4] == ["reward\\x1b[1m", "loss", "gradient"]
     text = " ".join(word for line in lines for word in line)
     assert "tinker://session-1:train:0/weights/s4" in text and "tinker://other:train:0/weights/old" in text
 
@@ -122,15 +127,33 @@ def test_show_warns_as_the_page_does(data_dir: Path, capsys: pytest.CaptureFixtu
 def test_show_as_json_has_all_points(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, "show", RUN, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["run"], shown["step"], shown["loss"]) == (RUN, 8, 6.0)
-    assert shown["curves"]["loss"][:2] == [[0, 20.0], [1, 18.0]] and len(shown["curves"]["reward\x1b[1m"]) == 8
+    assert (shown["run"], shown["step"], shown["loss"]) == (RUN, 8, 1.5)
+    assert shown["curves"]["loss"][:2] == [[1, 5.0], [2, 4.5]] and shown["curves"]["gradient norm"][0] == [1, 1.0]
+    assert len(shown["curves"]["reward\x1b[1m"]) == 8
     assert shown["checkpoints"][0]["copied_from"] == "tinker://other:train:0/weights/old"
 
 
-def test_list_has_step_and_last_loss(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_name_step_and_last_loss(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, "list", "--json") == 0
     (listed,) = json.loads(capsys.readouterr().out)
-    assert (listed["step"], listed["loss"]) == (8, 6.0)
+    assert (listed["name"], listed["step"], listed["loss"]) == ("n", 8, 1.5)
+
+
+def test_a_run_with_metrics_but_no_logger_keeps_the_name_of_its_session(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.open(data_dir, role="tool")
+    store.write(lambda tx: tx.exec(update(LoggedRunRow).values(name=CLIENT_RUN)))
+    store.close()
+    assert run(data_dir, "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "math"
+
+
+def test_a_run_of_an_older_release_shows_its_loss_per_token(tmp_path: Path) -> None:
+    old = fold_points([point(0, "train", 0, {"loss:sum": 6.0}), point(1, "step", 1, {})])
+    logged = [LoggedPoint(position=1, project="", run="", step=1, at=1.0, values={"loss per token": 7.0})]
+    assert get_last_loss(old) is None
+    assert make_curves(old, logged) == {"loss per token": [(1, 2.0)], "logged/loss per token": [(1, 7.0)]}
 
 
 def test_show_names_an_unknown_run(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
