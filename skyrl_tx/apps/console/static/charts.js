@@ -1,5 +1,6 @@
 // Charts of runs with uPlot. Loads the steps of each run, and polls for new steps while the page is visible.
 
+import { FEW_POINTS, findRange, format, labelTicks, limit, measureAxis, smooth, widen } from "./chart_numbers.js";
 import { cssColour, dark } from "./colours.js";
 import { visible } from "./text.js";
 
@@ -13,11 +14,15 @@ const PALETTE = [
   ["#4d7c0f", "#bef264"], ["#7e22ce", "#d8b4fe"], ["#0369a1", "#7dd3fc"], ["#a16207", "#fde047"],
 ];
 const DASHES = [[], [8, 4], [2, 4], [10, 3, 2, 3], [14, 5], [4, 4], [1, 3], [8, 2, 2, 2]];
+const STEP_INCREMENTS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+const GROUPS = ["Reward and loss", "Logged by the client", "Training", "Samples", "Size and time"];
+const REMEMBERED = "skyrl_tx-chart-options";
 
 const box = document.querySelector("[data-charts]");
 const controls = document.querySelector("[data-controls]");
 const runs = JSON.parse(box.dataset.runs).map((run) => ({ ...run, data: null }));
 const charts = new Map();
+const groups = new Map();
 let unchanged = 0;
 
 const option = (name) => controls.elements[name];
@@ -55,24 +60,13 @@ function merge(old, fresh, since) {
   }
   return {
     ...fresh,
+    reward: fresh.reward ?? old.reward,
     step: old.step.slice(0, kept).concat(fresh.step),
     time: old.time.slice(0, kept).concat(fresh.time),
     curves,
     logged,
     titles: { ...old.titles, ...fresh.titles },
   };
-}
-
-/** The exponential moving average without its bias towards 0. The same as `smooth` in history/curves.py. */
-function smooth(values, weight) {
-  let average = 0;
-  let total = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    average = weight * average + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return average / total;
-  });
 }
 
 /** The steps, times and values of one curve of a run, or null if the run has no curve of this name. */
@@ -99,18 +93,11 @@ function columns(name) {
     }
     const rows = curve.step.map((_, index) => index).filter((index) => curve.value[index] !== null);
     const x = rows.map((index) => (byTime ? curve.time[index] : curve.step[index]));
-    const raw = rows.map((index) => (isLog && curve.value[index] <= 0 ? null : curve.value[index]));
+    const raw = rows.map((index) => (isLog && curve.value[index] <= 0 ? null : limit(curve.value[index])));
     tables.push([x, smooth(raw, weight), raw]);
   }
   if (runs.length === 1) return tables[0];
   return uPlot.join(tables.map(([x, soft]) => [x, soft]));
-}
-
-function format(value) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
 }
 
 function marks(plot) {
@@ -141,9 +128,10 @@ function build(name, chart) {
   chart.plot?.destroy();
   const byTime = option("x").value === "time";
   const axis = { stroke: cssColour("muted"), grid: { stroke: cssColour("line"), width: 1 }, ticks: { stroke: cssColour("line"), width: 1 }, font: "12px system-ui, sans-serif" };
+  const hasFewPoints = (plot, index) => plot.data[index].filter((value) => typeof value === "number").length < FEW_POINTS;
   const series = [{}];
   runs.forEach((run, index) => {
-    series.push({ label: run.name, stroke: colour(index), width: 2, dash: runs.length > 1 ? DASHES[index % DASHES.length] : [], spanGaps: true, points: { show: (plot, seriesIndex) => plot.data[seriesIndex].length < 3 } });
+    series.push({ label: run.name, stroke: colour(index), width: 2, dash: runs.length > 1 ? DASHES[index % DASHES.length] : [], spanGaps: true, points: { show: hasFewPoints } });
   });
   if (runs.length === 1) series.push({ label: "raw", stroke: colour(0) + "55", width: 1, spanGaps: true, points: { show: false } });
   chart.plot = new uPlot({
@@ -151,8 +139,11 @@ function build(name, chart) {
     height: 210,
     cursor: { sync: { key: "runs" }, y: false },
     legend: { show: false },
-    scales: { x: { time: byTime }, y: { distr: option("log").checked ? 3 : 1 } },
-    axes: [{ ...axis, ...(byTime ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] }) }, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) }],
+    scales: {
+      x: byTime ? { time: true } : { time: false, range: (_, low, high) => widen(low, high, 1e-9) },
+      y: option("log").checked ? { distr: 3 } : { range: findRange },
+    },
+    axes: [{ ...axis, ...(byTime ? {} : { incrs: STEP_INCREMENTS }) }, { ...axis, size: measureAxis, values: labelTicks }],
     series,
     hooks: {
       draw: [marks],
@@ -179,42 +170,61 @@ function show(chart, index) {
   chart.output.textContent = `${words}  (${x})`;
 }
 
+/** Name, title, help and group of each chart, in the order of the page. */
 function names() {
   const found = new Map();
-  for (const run of runs) {
-    if (!run.data) continue;
-    for (const name of Object.keys(run.data.logged)) found.set(`logged/${name}`, { title: name, help: "logged by the client" });
+  for (const { data } of runs) {
+    for (const name of Object.keys(data?.logged ?? {})) {
+      const group = name === data.reward ? GROUPS[0] : name.includes("/") ? name.split("/", 1)[0] : GROUPS[1];
+      found.set(`logged/${name}`, { title: name, help: "logged by the client", group });
+    }
+    for (const name of Object.keys(data?.curves ?? {})) found.set(name, data.titles[name]);
   }
-  for (const run of runs) {
-    for (const name of Object.keys(run.data?.curves ?? {})) if (!found.has(name)) found.set(name, run.data.titles[name]);
+  const rank = ({ group }) => (GROUPS.includes(group) ? GROUPS.indexOf(group) : GROUPS.length);
+  return [...found].sort(([, a], [, b]) => rank(a) - rank(b) || a.group.localeCompare(b.group));
+}
+
+function makeElement(kind, parent, properties) {
+  const element = Object.assign(document.createElement(kind), properties);
+  parent.append(element);
+  return element;
+}
+
+/** The element that contains the charts of a group. */
+function findGroup(title) {
+  if (!groups.has(title)) {
+    const element = makeElement("section", box, { className: "chart-group" });
+    makeElement("h2", element, { textContent: visible(title) });
+    groups.set(title, makeElement("div", element, { className: "charts" }));
   }
-  const first = ["loss"];
-  return [...found].sort(([a], [b]) => Number(first.includes(b)) - Number(first.includes(a)));
+  return groups.get(title);
+}
+
+function makeChart(about) {
+  const element = makeElement("section", findGroup(about.group), { className: "chart", ariaLabel: visible(about.title) });
+  const heading = makeElement("h3", element);
+  makeElement("span", heading, { textContent: visible(about.title) + (about.unit ? `, ${about.unit}` : "") });
+  const output = makeElement("output", heading);
+  makeElement("p", element, { className: "help", textContent: about.help });
+  return { output, element, plotBox: makeElement("div", element, { className: "plot" }), plot: null };
 }
 
 function draw(rebuild) {
-  for (const [name, about] of names()) {
-    let chart = charts.get(name);
-    if (!chart) {
-      const element = document.createElement("section");
-      element.className = "chart";
-      element.setAttribute("aria-label", visible(about.title));
-      const heading = document.createElement("h2");
-      const title = document.createElement("span");
-      title.textContent = visible(about.title) + (about.unit ? `, ${about.unit}` : "");
-      const output = document.createElement("output");
-      heading.append(title, output);
-      const help = document.createElement("p");
-      help.className = "help";
-      help.textContent = about.help;
-      const plotBox = document.createElement("div");
-      plotBox.className = "plot";
-      element.append(heading, help, plotBox);
-      box.append(element);
-      chart = { output, plotBox, element, plot: null };
-      charts.set(name, chart);
-      build(name, chart);
-    } else if (rebuild) {
+  const words = option("filter").value.toLowerCase().split(/\s+/);
+  const found = names();
+  const isNew = found.some(([name]) => !charts.has(name));
+  for (const [name, about] of found) {
+    if (!charts.has(name)) charts.set(name, makeChart(about));
+    const chart = charts.get(name);
+    if (isNew) {
+      findGroup(about.group).append(chart.element);
+      box.append(findGroup(about.group).parentElement);
+    }
+
+    const text = `${about.group} ${about.title}`.toLowerCase();
+    chart.element.hidden = !words.every((word) => text.includes(word));
+    if (chart.element.hidden) continue;
+    if (!chart.plot || rebuild) {
       build(name, chart);
     } else {
       chart.plot.setData(columns(name));
@@ -222,6 +232,7 @@ function draw(rebuild) {
     }
     chart.element.dataset.points = String(chart.plot.data[0].length);
   }
+  for (const group of groups.values()) group.parentElement.hidden = [...group.children].every((element) => element.hidden);
 }
 
 async function poll() {
@@ -262,15 +273,34 @@ function legend() {
   box.before(list);
 }
 
+/** Keeps the options for the next page. A browser can refuse to store them. */
+function remember() {
+  const values = [...controls.elements].filter(({ name }) => name).map(({ name, type, value, checked }) => [name, type === "checkbox" ? checked : value]);
+  try {
+    localStorage.setItem(REMEMBERED, JSON.stringify(values));
+  } catch { /* the options hold for this page */ }
+}
+
+function recall() {
+  let values = [];
+  try {
+    values = JSON.parse(localStorage.getItem(REMEMBERED) ?? "[]");
+  } catch { /* the defaults */ }
+  for (const [name, value] of values) if (option(name)) option(name)[typeof value === "boolean" ? "checked" : "value"] = value;
+  controls.querySelector("output").textContent = Number(option("smooth").value).toFixed(2);
+}
+
 controls.addEventListener("submit", (event) => event.preventDefault());
 controls.addEventListener("input", (event) => {
   controls.querySelector("output").textContent = Number(option("smooth").value).toFixed(2);
-  draw(event.target.name !== "smooth");
+  remember();
+  draw(!["smooth", "filter"].includes(event.target.name));
 });
 dark.addEventListener("change", () => { legend(); draw(true); });
 new ResizeObserver(() => {
-  for (const chart of charts.values()) chart.plot.setSize({ width: chart.plotBox.clientWidth, height: 210 });
+  for (const chart of charts.values()) if (chart.plot && !chart.element.hidden) chart.plot.setSize({ width: chart.plotBox.clientWidth, height: 210 });
 }).observe(box);
 
+recall();
 legend();
 poll();
