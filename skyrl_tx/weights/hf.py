@@ -138,11 +138,11 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     Raises CheckpointError if the file is absent or not a JSON object.
     """
     path = directory / name
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
@@ -382,7 +382,7 @@ def open_file(path: Path) -> TensorFile:
     """Open a file of a checkpoint. Raises CheckpointError if it is not a safetensors file."""
     try:
         return TensorFile(path)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 

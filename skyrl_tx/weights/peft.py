@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.state_files import (
     CONFIG_FILE,
     LORA_A,
@@ -34,8 +33,9 @@ from skyrl_tx.contract.state_files import (
     adapter_config,
 )
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
+from skyrl_tx.weights.adapter_config import AdapterError, check_file, make_fused_patterns, read_config
 from skyrl_tx.weights.hf import locate_tensors
-from skyrl_tx.weights.nesting import find_nesting
+from skyrl_tx.weights.nesting import NOT_NESTED, Nesting, find_nesting
 from skyrl_tx.weights.packed import (
     Factors,
     convert_form,
@@ -57,15 +57,10 @@ from skyrl_tx.weights.weight_map import (
 
 _A, _B, _BASE = LORA_A, LORA_B, ".base_layer.weight"
 
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""The dtypes of factors."""
 Tensors = Mapping[str, np.ndarray]
 """Host arrays by tensor name."""
-
-
-class AdapterError(UserError):
-    """The files are not an adapter that this server supports.
-
-    The message names the file, key or tensor.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +183,11 @@ class AdapterFormat:
         # Write the factors into views of the copies.
         for module, (a, b) in factors.items():
             stack, expert = find_stack(module)
-            for name, array in ((_A, a), (_B, b * np.float32(b_scale))):
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = b * np.float32(b_scale)
+            if not np.isfinite(scaled).all() or (b.any() and not scaled.any()):
+                raise AdapterError(f"lora_alpha / r makes the numbers of module {module!r} infinite or zero")
+            for name, array in ((_A, a), (_B, scaled)):
                 view, stacks = views.get(f"{PREFIX}{stack}{name}", (None, ()))
                 if view is not None and expert is not None:
                     is_known = expert < max(stack[-1] for stack in stacks)
@@ -261,10 +260,12 @@ class AdapterFiles:
         stacks = group_by_stack(self.factors)
         return any(len(pairs) > 1 and is_shared(stack, pairs) for stack, pairs in stacks.items())
 
-    def to_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
+    def to_layout(
+        self, layout: str, fused: FusedModules | None = None, nesting: Nesting = NOT_NESTED
+    ) -> "AdapterFiles":
         """Return the adapter with the names of another layout.
 
-        The layout "peft" needs the base model's `fused`.
+        The layout "peft" needs the base model's `fused` and `nesting`.
         """
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
@@ -273,7 +274,8 @@ class AdapterFiles:
             factors = stack_experts(factors)
         else:
             factors = fuse_modules(factors, fused or {})
-            config |= _make_fused_patterns(config, {module.rpartition(".")[2] for module in factors})
+            factors = {nesting.add_prefix(module): pair for module, pair in factors.items()}
+            config |= make_fused_patterns(config, {module.rpartition(".")[2] for module in factors})
         config["target_modules"] = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
         return replace(self, factors=factors, config=config)
 
@@ -307,19 +309,6 @@ class AdapterFiles:
                 raise AdapterError(
                     f"adapter: its base weights of {module!r} differ from the base model; it belongs to another model"
                 )
-
-
-def _make_fused_patterns(config: Mapping[str, Any], leaves: Collection[str]) -> dict[str, dict[str, float]]:
-    """Return the rank and alpha of fused modules, as keys of adapter_config.json.
-
-    A fused module has the ranks of all its maps together, and the same scale.
-    """
-    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
-    root = math.sqrt if config.get("use_rslora") else float
-    return {
-        "rank_pattern": {leaf: config["r"] * number for leaf, number in multiples.items()},
-        "alpha_pattern": {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()},
-    }
 
 
 def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
@@ -385,8 +374,16 @@ def read_adapter(directory: Path) -> AdapterFiles:
     Raises AdapterError for invalid files, and for settings that would change its numbers here.
     """
     config = read_config(directory)
-    stored = read_tensors(directory / WEIGHTS_FILE)
-    tensors = {name.replace(*_HOSTED_ATTENTION): array for name, array in stored.items()}
+    stored = read_tensors(directory / WEIGHTS_FILE, FLOATS)
+
+    # Use the names of the text model alone.
+    nesting = find_nesting([name.removeprefix(PREFIX) for name in stored])
+    plain = {name: nesting.remove_prefix(name.removeprefix(PREFIX)) for name in stored if name.startswith(PREFIX)}
+    names = {name: (PREFIX + plain[name]).replace(*_HOSTED_ATTENTION) if name in plain else name for name in stored}
+    tensors = {names[name]: array for name, array in stored.items()}
+    if len(tensors) < len(stored):
+        raise AdapterError(f"{WEIGHTS_FILE}: holds modules both with and without {nesting.prefix!r} in their names")
+
     factors: dict[str, Factors] = {}
     base_layers = {name.removeprefix(PREFIX).removesuffix(_BASE): name for name in tensors if name.endswith(_BASE)}
     for name in sorted(tensors.keys() - base_layers.values()):
@@ -410,7 +407,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
         else:
             experts = {module: (a, b)}
         for expert, (a, b) in experts.items():
-            _check_factors(expert, a, b, config.get("rank_pattern", {}).get(expert.rpartition(".")[2], config["r"]))
+            _check_factors(expert, a, b, (config.get("rank_pattern") or {}).get(expert.rpartition(".")[2], config["r"]))
         factors |= experts
     if not factors:
         raise AdapterError(f"{WEIGHTS_FILE}: holds no tensors")
@@ -425,66 +422,14 @@ def _check_factors(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None
         raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} contains numbers that are not finite")
 
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
-        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "runtime_config"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
-    }
-)
-"""Keys of adapter_config.json that are read, or that do not change the meaning of factors.
-
-The names are from PEFT 0.21. Configs of initialisations are included, because `init_lora_weights`
-says which initialisation was used.
-"""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    # Other initialisations subtract the first factors from the base weights, so the adapter needs
-    # changed base weights.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
-}
-"""Keys that may change the meaning of the factors, with the values that do not."""
-_UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""The values that any other key may have."""
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises AdapterError if it is invalid or may change the meaning of the factors.
-    """
+def read_tensors(path: Path, dtypes: Collection[str] = ("I32", *FLOATS)) -> Tensors:
+    """Read a safetensors file. Raises AdapterError if it cannot be read or has other dtypes."""
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{CONFIG_FILE}: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{CONFIG_FILE}: not a JSON object")
-    if config.get("peft_type", "LORA") != "LORA":
-        raise AdapterError(f"{CONFIG_FILE}: peft_type {config['peft_type']!r} is not LORA")
-
-    # Check rank and alpha.
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1:
-        raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
-        raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
-
-    # Check all other keys. The patterns may be what `AdapterFiles.to_layout` writes.
-    patterns = _make_fused_patterns(config, config.get("rank_pattern") or ())
-    for key in sorted(config.keys() - _WITHOUT_EFFECT):
-        if patterns["rank_pattern"] and config[key] == patterns.get(key, ()):
-            continue
-        if config[key] not in _NEUTRAL.get(key, _UNSET):
-            raise AdapterError(
-                f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, because it may change the numbers"
-            )
-    return config
-
-
-def read_tensors(path: Path) -> Tensors:
-    """Read a safetensors file. Raises AdapterError if it cannot be read."""
-    try:
-        return load_file(path)
+        with safe_open(check_file(path), framework="np") as file:
+            found = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  (no mapping)
+            for name, dtype in found.items():
+                if dtype not in dtypes:
+                    raise AdapterError(f"{path.name}: tensor {name!r} is {dtype}; supported: {', '.join(dtypes)}")
+            return {name: file.get_tensor(name) for name in found}
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path.name}: {error}") from error

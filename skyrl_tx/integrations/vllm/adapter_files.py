@@ -10,9 +10,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+from safetensors.numpy import load_file, save_file
+
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.state_files import CONFIG_FILE, TIED_UNEMBED_MODULE, WEIGHTS_FILE
+from skyrl_tx.contract.state_files import PREFIX as MODULE_PREFIX
+from skyrl_tx.weights.nesting import NOT_NESTED, Nesting, find_module_nesting
 
 PREFIX = "skyrl_tx-"
 """The prefix of our adapters' names on the servers."""
@@ -26,8 +31,12 @@ class AdapterDirectory:
     The lock tells other processes that the directory is in use. Directories whose process has ended are removed.
     """
 
-    def __init__(self, parent: Path | None) -> None:
-        """Create the directory in `parent`, which servers must see under the same path. None: among temporary files."""
+    def __init__(self, parent: Path | None, nesting: Nesting = NOT_NESTED) -> None:
+        """Create the directory in `parent`, which servers must see under the same path. None: among temporary files.
+
+        `nesting` is the one of the base model's class. vLLM ignores modules with other names.
+        """
+        self._nesting = nesting
         self._parent = Path(tempfile.gettempdir()) / f"skyrl_tx-adapters-{os.getuid()}" if parent is None else parent
         self._parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._remove_abandoned()
@@ -50,6 +59,8 @@ class AdapterDirectory:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o755)
         source.write(directory)
+        if self._nesting.prefix:
+            _rename_modules(directory / WEIGHTS_FILE, self._nesting)
         for path in directory.iterdir():
             if path.name in (CONFIG_FILE, WEIGHTS_FILE):
                 path.chmod(0o644)  # the servers may run as another user
@@ -79,6 +90,24 @@ class AdapterDirectory:
             with suppress(OSError), (path / _LOCK).open("r+") as lock:  # it is in use, or was removed meanwhile
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _rename_modules(path: Path, nesting: Nesting) -> None:
+    tensors = load_file(path)
+    renamed = {f"{MODULE_PREFIX}{nesting.add_prefix(name.removeprefix(MODULE_PREFIX))}": name for name in tensors}
+    save_file({new: tensors[name] for new, name in renamed.items()}, path, metadata={"format": "pt"})
+
+
+def read_nesting(base_model: str) -> Nesting:
+    """Return how the class of the base model nests the text model.
+
+    The trainer has downloaded the `config.json` of a hub model. A model without this file is not nested.
+    """
+    directory = Path(base_model).expanduser()
+    path = directory / "config.json" if directory.is_dir() else try_to_load_from_cache(base_model, "config.json")
+    if not isinstance(path, str | Path) or not Path(path).is_file():
+        return NOT_NESTED
+    return find_module_nesting(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 class SamplerAdapter:

@@ -25,7 +25,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
 from skyrl_tx.integrations.vllm import wire
-from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter
+from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter, read_nesting
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.integrations.vllm.managed_server import ManagedServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
@@ -69,7 +69,10 @@ class VllmSampler(Sampler):
     def start(self, trainer: Capabilities) -> Capabilities:
         # Start a server if the operator named none.
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at level INFO
-        self._directory = AdapterDirectory(self._config.adapter_dir)
+        nesting = read_nesting(self._base_model)
+        if nesting.prefix:
+            _log.info("the base model's class has images, so vLLM gets adapters with modules %s…", nesting.prefix)
+        self._directory = AdapterDirectory(self._config.adapter_dir, nesting)
         if self._config.url is None:
             try:
                 self._managed_server = ManagedServer(self._config, self._base_model, trainer, self._directory.path)

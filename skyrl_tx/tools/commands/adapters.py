@@ -6,12 +6,15 @@ is not loaded, with one checkpoint to train on and one to sample from, from a PE
 
 import argparse
 import json
+import re
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlmodel import Session
 
@@ -33,6 +36,9 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from skyrl_tx.tools.quickstart.model import open_built_in_model
+
+if TYPE_CHECKING:
+    from skyrl_tx.weights.peft import AdapterFiles
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +93,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
     """Write a checkpoint, whose files are in `source`, as an adapter or a merged model. Raises CommandError."""
     # Imported here because they import JAX.
-    from skyrl_tx.models import UnsupportedModel, make_adapter_format, read_model
+    from skyrl_tx.models import UnsupportedModel, read_model
     from skyrl_tx.weights import hf
     from skyrl_tx.weights.merge import merge_adapter
     from skyrl_tx.weights.peft import AdapterError, read_adapter
@@ -105,20 +111,18 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
-            if not arguments.merge and (arguments.format != "peft" or not adapter.has_fused_maps):
-                adapter.to_layout(arguments.format).write(folder)
-            elif not name:
+            if not name and (arguments.merge or (arguments.format == "peft" and adapter.has_fused_maps)):
                 raise CommandError("--base-model is required: the checkpoint does not name its base model")
-            else:
+            if arguments.merge and name:
                 with open_built_in_model(name) as source_name:
-                    base = hf.resolve_model(source_name, with_weights=arguments.merge)
+                    base = hf.resolve_model(source_name)
                     family, config = read_model(base)
-                    if arguments.merge:
-                        weights, is_tied = family.bind_weights(config), config.tied_embeddings
-                        merge_adapter(base, weights, adapter, folder, arguments.dtype, is_tied=is_tied)
-                    else:
-                        fused = make_adapter_format(config, family.weights, name).fused
-                        adapter.to_layout("peft", fused).write(folder)
+                    weights, is_tied = family.bind_weights(config), config.tied_embeddings
+                    merge_adapter(base, weights, adapter, folder, arguments.dtype, is_tied=is_tied)
+            else:
+                public_name = choose_public_name(name, served)
+                adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": public_name})
+                _convert_layout(adapter, arguments.format, name).write(folder)
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
@@ -131,6 +135,50 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
             "the adapter repeats each factor that the experts of a layer share once per expert; "
             "--format cookbook writes it once"
         )
+
+
+def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None) -> "AdapterFiles":
+    """Return an adapter in a layout. "peft" has the module names of the base model's class.
+
+    Raises CheckpointError or UnsupportedModel if the names are unknown without the base model.
+    """
+    from skyrl_tx.models import UnsupportedModel, make_adapter_format, read_model
+    from skyrl_tx.weights import hf
+    from skyrl_tx.weights.nesting import find_module_nesting
+
+    if layout != "peft" or not base_model:
+        return adapter.to_layout(layout)
+    try:
+        with open_built_in_model(base_model) as source:
+            directory = hf.resolve_model(source, with_weights=False)
+            family, config = read_model(directory)
+            nesting = find_module_nesting(hf.read_json(directory, "config.json"))
+        return adapter.to_layout("peft", make_adapter_format(config, family.weights, source).fused, nesting)
+    except (UnsupportedModel, hf.CheckpointError) as error:
+        if adapter.has_fused_maps:
+            raise
+        note = "note: the base model cannot be read, so the adapter has the module names of a model without images"
+        print(f"{note} ({error}); name the base model with --base-model", file=sys.stderr)
+        return adapter.to_layout("peft")
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
+
+
+def choose_public_name(base_model: str | None, served: list[str]) -> str | None:
+    """Return a name of the base model that PEFT finds, on other machines too if a hub id is known.
+
+    A directory may be the hub's cache, or the server may have served it under a hub id. Otherwise the name is its
+    absolute path.
+    """
+    directory = Path(base_model or "").expanduser()
+    if not base_model or not directory.is_dir():
+        return base_model
+    if cached := _HUB_CACHE.search(str(directory.resolve())):
+        return cached[1].replace("--", "/")
+    names = served[:-1] if base_model in served else []
+    return next((name for name in names if _HUB_ID.fullmatch(name)), str(directory.resolve()))
 
 
 def _use_default_modes(folder: Path) -> None:
@@ -232,8 +280,10 @@ def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -
     """
     served = _read_model_names(store)
     try:
-        adapter_base = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
+        path = directory / "adapter_config.json"
+        named = json.loads(path.read_text()).get("base_model_name_or_path") if path.is_file() else None
+        adapter_base = named if isinstance(named, str) else None
+    except (OSError, ValueError, AttributeError, RecursionError):
         adapter_base = None  # `_convert` reports what is wrong with the file
     base = arguments.base_model or (served[-1] if served else adapter_base)
     if not base:

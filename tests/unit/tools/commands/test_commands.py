@@ -5,12 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import codec
@@ -22,7 +19,6 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.cli import main
 from tests.support.denied import deny_directory
 from tests.support.live_engine import live_engine
@@ -211,111 +207,6 @@ def test_deleted_run_is_restored_with_its_checkpoints(data_dir, runs, capsys) ->
 def test_error_names_an_empty_data_directory(data_dir, capsys, arguments, message: str) -> None:
     status, _, err = skyrl_tx(capsys, *arguments, "--data-dir", data_dir)
     assert status == 1 and message in err
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "base", tied_embeddings=False)
-
-
-def adapter(
-    folder: Path,
-    *,
-    module: str = "model.layers.0.self_attn.q_proj",
-    size: int = 64,
-    inputs: int = 32,
-    **config: object,
-) -> Path:
-    """Write a PEFT adapter for one module, with the sizes of `write_model` by default."""
-    folder.mkdir()
-    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    a, b = np.ones((2, inputs), np.float32), np.ones((size, 2), np.float32)
-    names = [f"base_model.model.{module}.{factor}.weight" for factor in ("lora_A", "lora_B")]
-    save_file(dict(zip(names, (a, b), strict=True)), folder / "adapter_model.safetensors")
-    return folder
-
-
-def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None:
-    """The weight update is the same, with a different alpha and all modules of the group."""
-    extra = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
-    source = adapter(tmp_path / "adapter", **extra, megatron_core="megatron.core", of_next_year=None)
-    command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
-    status, out, err = skyrl_tx(capsys, *command)
-    assert status == 0, err
-
-    path = next(word for word in out.split() if "/weights/mine" in word)
-    out_dir = tmp_path / "out"
-    assert skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)[0] == 0
-
-    config = json.loads((out_dir / "adapter_config.json").read_text())
-    assert config["lora_alpha"] == 32 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-    tensors = load_file(out_dir / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 4 * 2
-
-    modes = {file.stat().st_mode for file in out_dir.iterdir()}
-    assert modes == {(source / "adapter_config.json").stat().st_mode}, "all files have the default mode"
-
-    b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
-    np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
-    assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
-
-    status, _, err = skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)
-    assert status == 1 and f"{out_dir} already exists" in err
-
-
-def test_import_and_export_know_the_built_in_model(data_dir, tmp_path, capsys, monkeypatch) -> None:
-    """The name `tiny` works without a server and without the hub, and is the name that the files record."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = json.loads((files("skyrl_tx.tools.quickstart") / "tiny_model" / "config.json").read_text())
-    outputs = config["num_attention_heads"] * config["head_dim"]
-    source = adapter(tmp_path / "adapter", size=outputs, inputs=config["hidden_size"])
-    status, out, err = skyrl_tx(capsys, "import", source, "--base-model", "tiny", "--data-dir", data_dir)
-    assert status == 0, err
-    path = next(word for word in out.split() if "/weights/imported" in word)
-
-    status, out, err = skyrl_tx(capsys, "export", path, tmp_path / "adapter-out", "--data-dir", data_dir)
-    assert (status, out) == (0, f"wrote adapter for tiny: {tmp_path / 'adapter-out'}\n"), err
-    written = json.loads((tmp_path / "adapter-out" / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == "tiny"
-
-    assert skyrl_tx(capsys, "export", path, tmp_path / "model", "--merge", "--data-dir", data_dir)[0] == 0
-    merged = load_file(tmp_path / "model" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    assert merged.shape == (outputs, config["hidden_size"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"module": "model.layers.0.self_attn.qkv"},
-            "'model.layers.0.self_attn.qkv' is not a trainable module of this base",
-        ),
-        ({"module": "model.layers.7.self_attn.q_proj"}, "module 'model.layers.7.self_attn.q_proj' is not a trainable"),
-        ({"size": 65}, r"is (65, 2)"),
-        ({"r": 3}, "not of r = 3"),
-        ({"r": 0}, "r = 0 must be a positive integer"),
-        ({"lora_alpha": -1}, "lora_alpha = -1"),
-        ({"use_dora": True}, "use_dora = True is not supported"),
-        ({"bias": "all"}, "bias = 'all' is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters = ['mlp.experts.gate_up_proj']"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4' is not supported"),
-        ({"use_qalora": True}, "use_qalora = True is not supported"),
-        ({"kasa_config": {"svd": 1}}, "kasa_config = {'svd': 1} is not supported"),
-        ({"of_next_year": 0.5}, "of_next_year = 0.5 is not supported"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
-    ],
-)
-def test_import_refuses_an_adapter_that_does_not_fit(data_dir, model, tmp_path, capsys, changes, message: str) -> None:
-    source = adapter(tmp_path / "adapter", **changes)
-    status, _, err = skyrl_tx(capsys, "import", source, "--base-model", model, "--data-dir", data_dir)
-    assert status == 1 and message in err
-    store = Store.open(data_dir, role="api")
-    assert store.read(checkpoints.find_referenced_artifacts) == set()
-    store.close()
 
 
 def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> None:
