@@ -5,8 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Literal
 
-from skyrl_tx.contract.errors import MAX_MESSAGE_CHARS
-from skyrl_tx.process.text import make_visible
+from skyrl_tx.contract.errors import UserError
 
 Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
 """Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
@@ -15,7 +14,8 @@ Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope",
 class ApiError(Exception):
     """An HTTP error response. `detail` is shown to the person who made the call.
 
-    `reason` is the label in the metrics. Errors without a reason are not counted.
+    `reason` is the label in the metrics. Errors without a reason are not counted. `field` is the
+    path of the field that is wrong, if there is one.
     """
 
     def __init__(
@@ -25,12 +25,22 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         *,
         reason: Refusal | None = None,
+        field: str | None = None,
     ) -> None:
+        super().__init__(detail)
         self.status = status
-        self.detail = make_visible(detail, MAX_MESSAGE_CHARS)
-        super().__init__(self.detail)
+        self.detail = detail
         self.headers = headers
         self.reason: Refusal | None = reason
+        self.field = field
+
+
+class FieldError(UserError):
+    """A field of a request is invalid. `field` is its path, for example "messages[2].content"."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 bad_request = partial(ApiError, HTTPStatus.BAD_REQUEST)

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from skyrl_tx.apps.chat.service import ContextTooLong
 from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.errors import ApiError, FieldError
 
 Form = Literal["openai", "anthropic"]
 
@@ -72,10 +72,7 @@ def describe_error(form: Form, status: int, detail: str, error: Exception | None
     if status == HTTPStatus.NOT_FOUND and "not offered" in detail:
         code = None
 
-    # Our messages of status 400 begin with the name of the field, for example "top_p 2.0: must be
-    # …"
-    field = detail.partition(":")[0].partition(" ")[0]
-    param = field if status == HTTPStatus.BAD_REQUEST and field.replace("_", "").replace(".", "").isalnum() else None
+    param = error.field if isinstance(error, ApiError | FieldError) else None
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 

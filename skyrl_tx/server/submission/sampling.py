@@ -80,15 +80,17 @@ def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, wh
         (len(strings), requests.MAX_STOP_STRINGS, "strings", where),
         (len(token_ids), requests.MAX_STOP_TOKENS, "tokens", where_tokens),
     ):
-        require(given <= limit, f"{field} has {given} {what}: must have at most {limit}")
+        require(given <= limit, f"{field} has {given} {what}: must have at most {limit}", field=field)
     for index, text in enumerate(strings):
         require(
             len(text) <= requests.MAX_STOP_CHARS,
             f"{where}[{index}] {quote_value(text)} has {len(text)} characters: "
             f"must have at most {requests.MAX_STOP_CHARS}",
+            field=where,
         )
     for index, token in enumerate(token_ids):
-        require(0 <= token <= MAX_INT32, f"{where_tokens}[{index}] {quote_value(token)}: is not a token id")
+        place = f"{where_tokens}[{index}]"
+        require(0 <= token <= MAX_INT32, f"{place} {quote_value(token)}: is not a token id", field=place)
 
 
 def _read_options(request: AsampleRequest, max_dense_bytes: int) -> requests.PromptOptions:

@@ -9,7 +9,6 @@ the memory that parsing takes.
 
 import logging
 import math
-import re
 import secrets
 from collections.abc import Iterator
 from functools import cache
@@ -22,8 +21,7 @@ from pydantic import ValidationError
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.process.text import make_line
-from skyrl_tx.server.errors import too_large
+from skyrl_tx.server.errors import FieldError, too_large
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.store.checkpoints import MAX_TTL_S
 
@@ -31,9 +29,6 @@ _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
 _MIN_TTL_S = 3600
 _PIECE = 2**20
-_MAX_NAME_CHARS = 100
-_REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
-_REFUSED_REASON = "text must not contain U+0000 or half of a surrogate pair, which cannot be stored"
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
 """Bytes that begin a JSON part, in halves of a part: a string has two quotes."""
 _Nested = dict[int, "_Nested | None"]
@@ -192,51 +187,10 @@ def _iterate_repr(value: object) -> Iterator[str]:
             yield repr(value)
 
 
-def is_storable(text: str) -> bool:
-    """Return whether every database can store a text."""
-    return _REFUSED_TEXT.search(text) is None
-
-
-def check_text(text: str, where: str) -> str:
-    """Return text of a client. Raises UserError if a database cannot store it."""
-    if not is_storable(text):
-        raise UserError(f"{where} {quote_value(text)}: {_REFUSED_REASON}")
-    return text
-
-
-def describe_refused_text(value: object) -> str | None:
-    """Describe the first string or key of a JSON value that a database cannot store, or return None."""
-    found = _find_refused_text(value)
-    if found is None:
-        return None
-    place, text = found
-    return f"{place.lstrip(' .')} {quote_value(text)}: {_REFUSED_REASON}"
-
-
-def _find_refused_text(value: object) -> tuple[str, str] | None:
-    """Return the place of the first refused string, for example `.tags[0]`, and the string."""
-    if isinstance(value, str):
-        return None if is_storable(value) else ("", value)
-
-    if isinstance(value, dict):
-        for name, part in cast(dict[str, object], value).items():
-            if not is_storable(name):
-                return " key", name
-            if (found := _find_refused_text(part)) is not None:
-                return f".{make_line(name, _MAX_NAME_CHARS)}{found[0]}", found[1]
-
-    elif isinstance(value, list):
-        for index, part in enumerate(cast(list[object], value)):
-            is_number = isinstance(part, int | float)
-            if not is_number and (found := _find_refused_text(part)) is not None:
-                return f"[{index}]{found[0]}", found[1]
-    return None
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise UserError if the condition is false."""
+def require(condition: bool, message: str, *, field: str | None = None) -> None:
+    """Raise UserError if the condition is false. `field` is the path of the field that is wrong."""
     if not condition:
-        raise UserError(message)
+        raise UserError(message) if field is None else FieldError(message, field)
 
 
 def check_finite(value: float, where: str) -> float:
@@ -273,14 +227,14 @@ def choose_seed(value: int | None, where: str) -> int:
     """
     if value is None:
         return secrets.randbits(63)
-    require(-(2**63) <= value < 2**64, f"{where} {quote_value(value)}: must fit into 64 bits")
+    require(-(2**63) <= value < 2**64, f"{where} {quote_value(value)}: must fit into 64 bits", field=where)
     return value
 
 
 def describe_first_error(error: ValidationError) -> str:
     """Describe the first field that does not match the schema, with its value."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(make_line(str(part), _MAX_NAME_CHARS) for part in first["loc"]) or "body"
+    where = name_first_field(error) or "body"
     if first["type"] == "missing":
         return f"{where}: missing"
     if first["type"] == "finite_number":
@@ -288,6 +242,11 @@ def describe_first_error(error: ValidationError) -> str:
     if first["type"] == "too_long" and isinstance(first["input"], dict):
         return f"{where}: must have at most {first.get('ctx', {})['max_length']} names"
     return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {quote_value(first['input'])}"
+
+
+def name_first_field(error: ValidationError) -> str:
+    """Return the path of the first field that does not match the schema, empty for the whole body."""
+    return ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
 
 
 def is_off(value: object) -> bool:
@@ -301,18 +260,14 @@ def is_off(value: object) -> bool:
 def refuse_extra(model: WireModel, prefix: str) -> None:
     """Raise UserError for an unknown field of an object that is set."""
     for name, value in (model.model_extra or {}).items():
-        field = f"{prefix}{make_line(name, _MAX_NAME_CHARS)}"
-        require(is_off(value), f"{field} {quote_value(value)}: this server does not know the field")
+        require(is_off(value), f"{prefix}{name} {quote_value(value)}: this server does not know the field")
 
 
 class UnknownFields:
-    """Refuses unknown fields that may change results, and logs all other unknown fields.
-
-    Every field is logged once per SDK version.
-    """
+    """Refuses unknown fields that may change results, and logs all other unknown fields once."""
 
     def __init__(self) -> None:
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[str] = set()
 
     def check(self, model: WireModel, sdk_version: str, prefix: str = "") -> None:
         """Raise UserError for an unknown field that is set, if `changes_maths` is true.
@@ -331,6 +286,6 @@ class UnknownFields:
 
     def log(self, name: str, sdk_version: str) -> None:
         """Log an ignored field once. Remembers at most 1,000 names, because clients choose them."""
-        if (name, sdk_version) not in self._logged and len(self._logged) < _MAX_REMEMBERED:
-            self._logged.add((name, sdk_version))
+        if name not in self._logged and len(self._logged) < _MAX_REMEMBERED:
+            self._logged.add(name)
             _log.info("unknown field %s of SDK %s is ignored", quote_value(name), quote_value(sdk_version))
