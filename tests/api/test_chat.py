@@ -192,6 +192,32 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
     "base of a path": (COMPLETIONS, {"prompt": "a", "model": "x;tinker://y"}, HTTPStatus.NOT_FOUND, "does not exist"),
     "unknown run": (COMPLETIONS, {"prompt": "a", "model": "session-1:train:0"}, HTTPStatus.NOT_FOUND, "does not exist"),
     "unknown field": (CHAT, {"messages": TALK, "frob": 1}, HTTPStatus.BAD_REQUEST, "frob 1: this server does not"),
+    "unknown switch": (COMPLETIONS, {"prompt": "a", "enable_thinking": False}, HTTPStatus.BAD_REQUEST, "enable_think"),
+    "unknown zero": (MESSAGES, {"messages": TALK, "min_p": 0}, HTTPStatus.BAD_REQUEST, "min_p 0: this server does not"),
+    "unknown option": (
+        CHAT,
+        {"messages": TALK, "stream_options": {"frob": []}},
+        HTTPStatus.BAD_REQUEST,
+        "stream_options.frob []: this",
+    ),
+    "unknown field of a message": (
+        CHAT,
+        {"messages": [*TALK, {"role": "assistant", "content": "4", "prefix": False}]},
+        HTTPStatus.BAD_REQUEST,
+        "messages[1].prefix False: this",
+    ),
+    "unknown field of a block": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "frob": ""}]}]},
+        HTTPStatus.BAD_REQUEST,
+        "messages[0].content[0].frob '': this",
+    ),
+    "contradiction": (
+        CHAT,
+        {"messages": TALK, "enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+        HTTPStatus.BAD_REQUEST,
+        "enable_thinking: sets enable_thinking of the chat template to False",
+    ),
     "penalty": (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, HTTPStatus.BAD_REQUEST, "presence_penalty 1"),
     "bias": (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, HTTPStatus.BAD_REQUEST, "logit_bias"),
     "best_of": (COMPLETIONS, {"prompt": "a", "best_of": 3}, HTTPStatus.BAD_REQUEST, "best_of 3: must be equal to n"),
@@ -251,6 +277,9 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
 }
 
 
+WITHOUT_FIELD = "model", "base of a path", "unknown run", "length", "vocabulary", "embeddings"
+
+
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_have_the_form_of_the_api(stack: LiveStack, case: str) -> None:
     path, body, status, text = ERRORS[case]
@@ -264,6 +293,8 @@ def test_errors_have_the_form_of_the_api(stack: LiveStack, case: str) -> None:
         else:
             assert error["type"] == "invalid_request_error"
             assert (error["code"] == "context_length_exceeded") == (case == "length")
+            assert error["message"].startswith(error["param"] or "")
+            assert (error["param"] is None) == (case in WITHOUT_FIELD)
 
 
 def test_error_within_a_stream_is_its_last_event(stack: LiveStack) -> None:

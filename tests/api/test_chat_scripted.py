@@ -198,6 +198,37 @@ def test_calls_and_results_of_earlier_turns_are_rendered(server_and_player: tupl
     assert prompt.endswith("<think>\n\n</think>\n\n"), "reasoning is off"
 
 
+def test_thinking_is_switched_by_each_of_its_fields(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
+    player.play = reply("12.<|im_end|>")
+    switches: list[tuple[str, dict[str, Any], bool]] = [
+        (CHAT, {}, True),
+        (CHAT, {"enable_thinking": False}, False),
+        (CHAT, {"enable_thinking": True, "unknown": None}, True),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (CHAT, {"reasoning_effort": "none"}, False),
+        (MESSAGES, {}, False),
+        (MESSAGES, {"enable_thinking": True}, True),
+        (MESSAGES, {"chat_template_kwargs": {"enable_thinking": True}}, True),
+        (MESSAGES, {"thinking": {"type": "enabled"}}, True),
+    ]
+
+    for path, fields, thinks in switches:
+        response = post(server, path, messages=TALK, **fields)
+        assert response.status_code == HTTPStatus.OK, response.text
+        prompt = TOKENIZER.decode(player.seen[-1].prompt.tolist(), skip_special_tokens=False)
+        assert prompt.endswith("<think>\n\n</think>\n\n") != thinks, (path, fields)
+
+
+def test_seed_of_minus_one_is_random(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
+    player.play = reply("12.")
+    for seed in (-1, -1, None, 5):
+        assert post(server, COMPLETIONS, prompt="x", seed=seed).status_code == HTTPStatus.OK
+    *drawn, fixed = [request.params.seed for request in player.seen[-4:]]
+    assert len({*drawn, -1}) == 4 and fixed == 5
+
+
 def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
     server, player = server_and_player
     player.play = reply(REPLY)

@@ -37,8 +37,7 @@ async def count_tokens(request: Request) -> Response:
     service = get_service(request)
 
     def count(call: ApiCall) -> int:
-        parsed = call.body.parse_model(CountTokensRequest)
-        call.check_unknown(parsed)
+        parsed = schemas.parse_request(call, CountTokensRequest)
         find_weights(call, parsed.model)  # raises ApiError 404 if the model does not exist
         return len(_render(service, call, parsed).tokens)
 
@@ -51,10 +50,9 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
 
     Raises ApiError or UserError if the request cannot be served.
     """
-    request = call.body.parse_model(MessagesRequest)
-    call.check_unknown(request)
+    request = schemas.parse_request(call, MessagesRequest)
     for name in ("container", "mcp_servers"):
-        require(not getattr(request, name), f"{name}: is not supported")
+        require(not getattr(request, name), f"{name}: is not supported", field=name)
     weights = find_weights(call, request.model)
     prompt = _render(service, call, request)
 
@@ -98,18 +96,30 @@ def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) ->
         choice is None or choice.type in ("auto", "none"),
         f"tool_choice.type {quote_value(choice.type if choice else None)}: this server supports only 'auto' and "
         "'none', because it does not constrain decoding",
+        field="tool_choice",
     )
     output = request.output_config
     require(
         output is None or output.format is None,
         "output_config.format: is not supported, because this server does not constrain decoding; remove it",
+        field="output_config.format",
     )
 
     # If the conversation ends with a message of the assistant, the model continues this message
     may_call = choice is None or choice.type != "none"
     converted = prompts.convert_anthropic_messages(request.system, request.messages)
     continues = converted[-1]["role"] == "assistant"
-    thinks = request.thinking is not None and request.thinking.type != "disabled"
+
+    # The reply begins with reasoning only if the client asks for it
+    thinks = None if request.thinking is None else request.thinking.type != "disabled"
+    variables = prompts.read_variables(
+        request.chat_template_kwargs,
+        [
+            ("enable_thinking", "enable_thinking", request.enable_thinking),
+            ("thinking.type", "enable_thinking", thinks),
+        ],
+    )
+
     return prompts.render_prompt(
         service.text,
         call.settings,
@@ -117,7 +127,7 @@ def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) ->
         prompts.convert_anthropic_tools(request.tools or []) if may_call else [],
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        variables={"enable_thinking": thinks},
+        variables={"enable_thinking": False, **variables},
     )
 
 

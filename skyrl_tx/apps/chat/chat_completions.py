@@ -29,8 +29,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
 
     Raises ApiError or UserError if the request cannot be served.
     """
-    request = call.body.parse_model(ChatCompletionRequest)
-    call.check_unknown(request)
+    request = schemas.parse_request(call, ChatCompletionRequest)
     _check(request)
     weights = find_weights(call, request.model)
 
@@ -46,6 +45,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     require(
         not (continues and generates),
         "continue_final_message: cannot be combined with `add_generation_prompt` true; set one of the two",
+        field="continue_final_message",
     )
 
     messages = request.messages
@@ -53,7 +53,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         service.text,
         call.settings,
         [prompts.convert_openai_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        [prompts.convert_openai_tool(tool) for tool in request.tools or []] if request.tool_choice != "none" else [],
+        [tool.original for tool in request.tools or []] if request.tool_choice != "none" else [],
         add_generation_prompt=generates,
         continue_final_message=continues,
         variables=_read_variables(request),
@@ -85,10 +85,12 @@ def _check(request: ChatCompletionRequest) -> None:
         choice in (None, "auto", "none"),
         f"tool_choice {quote_value(choice)}: this server supports only 'auto' and 'none', because it does not "
         "constrain decoding",
+        field="tool_choice",
     )
     require(
         request.parallel_tool_calls is not False,
         "parallel_tool_calls false: is not supported, because this server does not constrain decoding; remove it",
+        field="parallel_tool_calls",
     )
 
     form = request.response_format
@@ -96,15 +98,22 @@ def _check(request: ChatCompletionRequest) -> None:
         form is None or form.type == "text",
         f"response_format.type {quote_value(form.type if form else None)}: this server supports only 'text', because "
         "it does not constrain decoding",
+        field="response_format.type",
     )
 
     # Other features
     require(
         request.modalities in (None, ["text"]),
         f"modalities {quote_value(request.modalities)}: this server supports only ['text']",
+        field="modalities",
     )
-    require(request.verbosity in (None, "medium"), f"verbosity {quote_value(request.verbosity)}: is not supported")
-    require(not request.top_logprobs or bool(request.logprobs), "top_logprobs: needs `logprobs` true")
+    verbosity = request.verbosity
+    require(verbosity in (None, "medium"), f"verbosity {quote_value(verbosity)}: is not supported", field="verbosity")
+    require(
+        not request.top_logprobs or bool(request.logprobs),
+        "top_logprobs: needs `logprobs` true",
+        field="top_logprobs",
+    )
 
 
 def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
@@ -112,14 +121,15 @@ def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
 
     `reasoning_effort` "none" sets `enable_thinking` to False.
     """
-    variables = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "tools", "documents", "add_generation_prompt"):
-        require(name not in variables, f"chat_template_kwargs.{name}: must not be set here; the server sets it")
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            variables.setdefault("enable_thinking", False)
-    return variables
+    effort = request.reasoning_effort
+    variables = prompts.read_variables(
+        request.chat_template_kwargs,
+        [
+            ("reasoning_effort", "reasoning_effort", effort),
+            ("enable_thinking", "enable_thinking", request.enable_thinking),
+        ],
+    )
+    return {"enable_thinking": False, **variables} if effort == "none" else variables
 
 
 @dataclass(slots=True)

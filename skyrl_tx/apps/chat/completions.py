@@ -42,12 +42,15 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     Raises ApiError or UserError if the request cannot be served.
     """
     # The fields that need no tokenizer
-    request = call.body.parse_model(CompletionRequest)
-    call.check_unknown(request)
+    request = schemas.parse_request(call, CompletionRequest)
     weights = find_weights(call, request.model)
-    require(not request.suffix, f"suffix {quote_value(request.suffix)}: is not supported")
+    require(not request.suffix, f"suffix {quote_value(request.suffix)}: is not supported", field="suffix")
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs `echo` true, or there is nothing to return")
+    require(
+        max_tokens != 0 or bool(request.echo),
+        "max_tokens 0: needs `echo` true, or there is nothing to return",
+        field="max_tokens",
+    )
 
     # Log-probabilities and sampling parameters
     top = schemas.check_top_k(request.logprobs, "logprobs", service.limits)
@@ -96,8 +99,12 @@ def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Pro
         listed = [[token for token in field_value if isinstance(token, int)]]
     else:
         listed = [prompt for prompt in field_value if not isinstance(prompt, int)]
-    require(bool(listed), "prompt: must not be empty")
-    require(len(listed) <= _MAX_PROMPTS, f"prompt has {len(listed)} prompts: must have at most {_MAX_PROMPTS}")
+    require(bool(listed), "prompt: must not be empty", field="prompt")
+    require(
+        len(listed) <= _MAX_PROMPTS,
+        f"prompt has {len(listed)} prompts: must have at most {_MAX_PROMPTS}",
+        field="prompt",
+    )
 
     # Encode texts
     prompts: list[_Prompt] = []
@@ -106,9 +113,10 @@ def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Pro
             tokens = service.text.encode(prompt, add_special=request.add_special_tokens is not False)
             prompts.append(_Prompt(prompt, tokens))
         else:
-            require(all(0 <= token < 2**31 for token in prompt), "prompt: token ids must be between 0 and 2^31 - 1")
+            is_valid = all(0 <= token < 2**31 for token in prompt)
+            require(is_valid, "prompt: token ids must be between 0 and 2^31 - 1", field="prompt")
             prompts.append(_Prompt(None, prompt))
-        require(bool(prompts[-1].tokens), "prompt: has no tokens")
+        require(bool(prompts[-1].tokens), "prompt: has no tokens", field="prompt")
     return prompts
 
 

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
-from skyrl_tx.apps.chat import schemas
 from skyrl_tx.apps.chat.message import (
     MessageParser,
     ParserName,
@@ -12,6 +12,7 @@ from skyrl_tx.apps.chat.message import (
     begins_inside,
     choose_parser,
 )
+from skyrl_tx.apps.chat.message_forms import Arguments, Message, read_text
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
     AnthropicTool,
@@ -20,13 +21,14 @@ from skyrl_tx.apps.chat.schemas import (
     ContentBlock,
     ContentPart,
 )
-from skyrl_tx.apps.chat.template import Message
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.errors import FieldError
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value, require
 
 _TEXT_ONLY = "is not supported; this server accepts only text, tool_use, tool_result and thinking"
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that a request cannot set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,30 @@ def render_prompt(
         not tools or name != "none",
         "tools: the server cannot tell from the model's chat template in which format the model writes tool calls; "
         "the operator can set it with --tool-parser",
+        field="tools",
     )
     return ChatPrompt(prompt, text.encode(prompt, add_special=False), name if tools else "none")
+
+
+def read_variables(given: Mapping[str, object] | None, fields: Iterable[tuple[str, str, object]]) -> dict[str, object]:
+    """Return the variables of a request for the chat template.
+
+    `given` is `chat_template_kwargs`. `fields` has the name, variable and value of each other field
+    that sets a variable, or None as its value. Raises UserError if two of them contradict.
+    """
+    variables = dict(given or {})
+    for name in _OWN_VARIABLES:
+        path = f"chat_template_kwargs.{name}"
+        require(name not in variables, f"{path}: must not be set here; the server sets it", field=path)
+    for name, variable, value in fields:
+        other = variables.setdefault(variable, value) if value is not None else None
+        require(
+            other == value,
+            f"{name}: sets {variable} of the chat template to {value}, but another field sets it to "
+            f"{quote_value(other)}; send one of the two",
+            field=name,
+        )
+    return variables
 
 
 def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object]:
@@ -85,25 +109,21 @@ def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object
     `where` is the message's path in the request, for example "messages[2]". Raises UserError for
     images and audio.
     """
-    # The content as one text
-    require(not message.audio, f"{where}.audio: is not supported; this server only accepts text")
-    require(not message.function_call, f"{where}.function_call: is not supported; use tool_calls")
-    content = message.content
-    if content is None:
-        content = message.refusal or ""
-    elif not isinstance(content, str):
-        content = _join(_read_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    # The content as text or as parts
+    for name, hint in (("audio", "this server only accepts text"), ("function_call", "use tool_calls")):
+        path = f"{where}.{name}"
+        require(not getattr(message, name), f"{path}: is not supported; {hint}", field=path)
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, list):
+        content = [_read_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
 
-    # The other fields, if they are set
-    converted: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content,
-    }
-    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+    # The fields that are set
+    converted: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
+    reasoning = message.reasoning_content or message.reasoning
+    others = {"content": content, "name": message.name, "tool_call_id": message.tool_call_id}
+    for name, value in (others | {"reasoning_content": reasoning}).items():
         if value is not None:
             converted[name] = value
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        converted["reasoning_content"] = reasoning
 
     # Tool calls
     if message.tool_calls:
@@ -118,15 +138,16 @@ def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object
     return converted
 
 
-def _read_part(part: ContentPart, where: str) -> str:
-    """Return the text of one content part. Raises UserError for images and audio."""
-    require(part.type == "text" and part.text is not None, f"{where}.type {quote_value(part.type)}: must be 'text'")
-    return part.text or ""
+def _read_part(part: ContentPart, where: str) -> dict[str, str]:
+    """Convert one content part. Raises UserError for images and audio."""
+    path = f"{where}.type"
+    is_text = part.type == "text" and part.text is not None
+    require(is_text, f"{path} {quote_value(part.type)}: must be 'text'", field=path)
+    return _make_part(part.text)
 
 
-def _join(texts: Iterable[str]) -> str:
-    """Join the text parts of one message with line breaks."""
-    return "\n".join(texts)
+def _make_part(text: str | None) -> dict[str, str]:
+    return {"type": "text", "text": text or ""}
 
 
 def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str, object]:
@@ -135,21 +156,20 @@ def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str
     return call if call_id is None else {"id": call_id, **call}
 
 
-def _read_arguments(text: str, where: str) -> object:
+def _read_arguments(text: str, where: str) -> Arguments:
+    path = f"{where}.function.arguments"
     try:
-        value: object = json.loads(text or "{}")
-    except ValueError as error:
-        raise UserError(f"{where}.function.arguments {quote_value(text)}: is not valid JSON: {error}") from error
-    require(isinstance(value, dict), f"{where}.function.arguments {quote_value(text)}: must be a JSON object")
-    return value
+        value: object = json.loads(text or "{}", parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"{path} {quote_value(text)}: is not valid JSON: {error}", path) from error
+    if not isinstance(value, dict):
+        raise FieldError(f"{path} {quote_value(text)}: must be a JSON object", path)
+    return Arguments(cast(dict[str, object], value), text or "{}")
 
 
-def convert_openai_tool(tool: schemas.Tool) -> dict[str, object]:
-    """Convert a tool of OpenAI's API to the form that chat templates expect.
-
-    Fields that were not sent are left out.
-    """
-    return {"type": "function", "function": tool.function.model_dump(exclude_unset=True, exclude={"strict"})}
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def convert_anthropic_messages(system: Content | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, object]]:
@@ -159,8 +179,9 @@ def convert_anthropic_messages(system: Content | None, messages: Sequence[Anthro
     tools become messages. Raises UserError for images and documents.
     """
     converted: list[dict[str, object]] = []
-    if system is not None and (text := _read_text(system, "system")):
-        converted.append({"role": "system", "content": text})
+    first: dict[str, object] = {"role": "system", "content": _read_content(system or "", "system")}
+    if read_text(first):
+        converted.append(first)
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         if isinstance(message.content, str):
@@ -174,28 +195,31 @@ def convert_anthropic_messages(system: Content | None, messages: Sequence[Anthro
 
 def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, object]:
     # Sort the blocks by kind
-    texts: list[str] = []
+    texts: list[dict[str, str]] = []
     thoughts: list[str] = []
     calls: list[dict[str, object]] = []
 
     for index, block in enumerate(blocks):
         match block.type:
             case "text":
-                texts.append(block.text or "")
+                texts.append(_make_part(block.text))
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass  # made by Anthropic's servers; unreadable here
             case "tool_use":
-                require(block.name is not None, f"{where}[{index}].name: missing")
+                path = f"{where}[{index}].name"
+                require(block.name is not None, f"{path}: missing", field=path)
                 calls.append(_convert_call(block.id, block.name or "", block.input or {}))
             case _:
                 _refuse(block, f"{where}[{index}]")
 
     # Make one message of them
-    message: dict[str, object] = {"role": "assistant", "content": _join(texts)}
+    message: dict[str, object] = {"role": "assistant"}
+    if texts:
+        message["content"] = texts
     if thoughts:
-        message["reasoning_content"] = _join(thoughts)
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -204,36 +228,36 @@ def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, 
 def _convert_user(blocks: Sequence[ContentBlock], role: str, where: str) -> list[dict[str, object]]:
     """Return one message for each tool result, and one for the texts between two tool results."""
     converted: list[dict[str, object]] = []
-    texts: list[str] = []
+    texts: list[dict[str, str]] = []
     for index, block in enumerate(blocks):
         match block.type:
             case "text":
-                texts.append(block.text or "")
+                texts.append(_make_part(block.text))
             # The texts before a result become a message
             case "tool_result":
                 if texts:
-                    converted.append({"role": role, "content": _join(texts)})
+                    converted.append({"role": role, "content": texts})
                     texts = []
-                content = "" if block.content is None else _read_text(block.content, f"{where}[{index}].content")
+                content = "" if block.content is None else _read_content(block.content, f"{where}[{index}].content")
                 converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case _:
                 _refuse(block, f"{where}[{index}]")
     if texts or not converted:
-        converted.append({"role": role, "content": _join(texts)})
+        converted.append({"role": role, "content": texts})
     return converted
 
 
-def _read_text(content: Content, where: str) -> str:
+def _read_content(content: Content, where: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     for index, block in enumerate(content):
         if block.type != "text":
             _refuse(block, f"{where}[{index}]")
-    return _join(block.text or "" for block in content)
+    return [_make_part(block.text) for block in content]
 
 
-def _refuse(block: ContentBlock, where: str) -> None:
-    require(False, f"{where}.type {quote_value(block.type)}: {_TEXT_ONLY}")
+def _refuse(block: ContentBlock, where: str) -> NoReturn:
+    raise FieldError(f"{where}.type {quote_value(block.type)}: {_TEXT_ONLY}", f"{where}.type")
 
 
 def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, object]]:
@@ -243,10 +267,11 @@ def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, ob
     """
     converted: list[dict[str, object]] = []
     for index, tool in enumerate(tools):
+        path = f"tools[{index}].type"
         require(
             tool.type in (None, "custom"),
-            f"tools[{index}].type {quote_value(tool.type)}: this server supports only 'custom' tools, which run in the "
-            "client",
+            f"{path} {quote_value(tool.type)}: this server supports only 'custom' tools, which run in the client",
+            field=path,
         )
         function: dict[str, object] = {"name": tool.name}
         if tool.description is not None:

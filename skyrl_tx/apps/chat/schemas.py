@@ -7,12 +7,14 @@ result. Some fields are listed here although only their neutral value is support
 """
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal, Self, TypeVar, cast
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, model_validator
 
 from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.requests import SamplingParams
+from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.schemas.base import Int, List, WireModel
 from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
@@ -23,10 +25,12 @@ _MAX_TOOLS = 512
 _MAX_BLOCKS = 4096
 
 
+ModelT = TypeVar("ModelT", bound=WireModel)
+
+
 class StreamOptions(WireModel):
     """Options for streaming."""
 
-    changes_maths = True
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -35,7 +39,6 @@ class StreamOptions(WireModel):
 class GenerationFields(WireModel):
     """Fields that completions and chat completions share."""
 
-    changes_maths = True
     model: str
     temperature: float | None = None
     top_p: float | None = None
@@ -66,6 +69,7 @@ class GenerationFields(WireModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: object = None
 
 
 class CompletionRequest(GenerationFields):
@@ -82,7 +86,6 @@ class CompletionRequest(GenerationFields):
 class FunctionCall(WireModel):
     """The function that a tool call names. `arguments` is JSON as text."""
 
-    changes_maths = True
     name: str
     arguments: str = "{}"
 
@@ -97,10 +100,16 @@ class MessageToolCall(WireModel):
 
 
 class ContentPart(WireModel):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content. Only text is supported, so the error names the type."""
 
     type: str
     text: str | None = None
+    image_url: object = None
+    input_audio: object = None
+    file: object = None
+    # Without effect on the result
+    cache_control: object = None
+    prompt_cache_breakpoint: object = None
 
 
 class ChatMessage(WireModel):
@@ -117,6 +126,7 @@ class ChatMessage(WireModel):
     annotations: object = None
     audio: object = None
     function_call: object = None
+    cache_control: object = None
 
 
 class Function(WireModel):
@@ -129,10 +139,26 @@ class Function(WireModel):
 
 
 class Tool(WireModel):
-    """A tool that the model may call."""
+    """A tool that the model may call. `original` is the object as the client sent it.
+
+    Chat templates write the whole tool into the prompt, with its fields in the client's order.
+    """
 
     type: Literal["function"] = "function"
     function: Function
+    _original: Mapping[str, object] = PrivateAttr(default_factory=dict[str, object])
+
+    @property
+    def original(self) -> Mapping[str, object]:
+        """The tool as the client sent it."""
+        return self._original
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_original(cls, value: object, validate: Callable[[object], Self]) -> Self:
+        tool = validate(value)
+        tool._original = {**cast(Mapping[str, object], value), "type": tool.type}
+        return tool
 
 
 class ResponseFormat(WireModel):
@@ -154,6 +180,7 @@ class ChatCompletionRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -175,8 +202,14 @@ class ContentBlock(WireModel):
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
+    # Images, documents and redacted reasoning
+    source: object = None
+    data: object = None
+    # Without effect on the result
     cache_control: object = None
     citations: object = None
+    caller: object = None
+    toolset_name: str | None = None
 
 
 Content = str | Annotated[List[ContentBlock], Field(max_length=_MAX_BLOCKS)]
@@ -196,7 +229,13 @@ class AnthropicTool(WireModel):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, object] | None = None
+    # Without effect on the result
     cache_control: object = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: object = None
+    input_examples: object = None
 
 
 class ToolChoice(WireModel):
@@ -225,7 +264,6 @@ class OutputConfig(WireModel):
 class CountTokensRequest(WireModel):
     """A request to count the prompt tokens of a conversation."""
 
-    changes_maths = True
     model: str
     messages: Annotated[List[AnthropicMessage], Field(min_length=1, max_length=_MAX_MESSAGES)]
     system: Content | None = None
@@ -233,10 +271,16 @@ class CountTokensRequest(WireModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: object = None
+    chat_template_kwargs: dict[str, object] | None = None
+    enable_thinking: bool | None = None
     # Without effect on the prompt
+    cache_control: object = None
     context_management: object = None
     betas: object = None
+    speed: str | None = None
+    diagnostics: object = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -255,6 +299,34 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: str | None = None
     container: object = None
     mcp_servers: object = None
+
+
+def parse_request(call: ApiCall, kind: type[ModelT]) -> ModelT:
+    """Parse the body of a request. Raises ApiError or UserError that names the first wrong field."""
+    request = call.body.parse_model(kind)
+    _refuse_unknown(request, "")
+    return request
+
+
+def _refuse_unknown(value: object, where: str) -> None:
+    """Raise UserError for an unknown field that is not null, at any depth.
+
+    The SDK of the Tinker API sends the defaults of fields that a server may not know. Clients of
+    the OpenAI and Anthropic APIs send a field only to use it, for example with the value false.
+    """
+    if isinstance(value, list):
+        parts = cast(list[object], value)
+        for index, part in enumerate(parts if parts and isinstance(parts[0], WireModel) else ()):
+            _refuse_unknown(part, f"{where}[{index}]")
+    if not isinstance(value, WireModel):
+        return
+
+    prefix = f"{where}." if where else ""
+    for name, unknown in (value.model_extra or {}).items():
+        path = f"{prefix}{name}"
+        require(unknown is None, f"{path} {quote_value(unknown)}: this server does not know the field", field=path)
+    for name in value.model_fields_set:
+        _refuse_unknown(getattr(value, name), f"{prefix}{name}")
 
 
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
@@ -276,32 +348,41 @@ def make_params(
 ) -> SamplingParams:
     """Convert the fields of a request to sampling parameters. Absent fields get OpenAI's defaults.
 
-    `max_tokens_name` and `stop_name` are the names of these fields in the request. Raises
-    UserError, with the name of the field, for an invalid value.
+    A `seed` of -1 draws one, as in vLLM and llama.cpp. `max_tokens_name` and `stop_name` are the
+    names of these fields in the request. Raises UserError, with the name of the field, for an
+    invalid value.
     """
-    # How tokens are drawn
+    # How many tokens are drawn
     require(
         max_tokens is None or 1 <= max_tokens <= MAX_INT32,
         f"{max_tokens_name} {quote_value(max_tokens)}: must be between 1 and {MAX_INT32}",
+        field=max_tokens_name,
     )
+
+    # How tokens are drawn
     temperature = 1.0 if temperature is None else temperature
-    require(math.isfinite(temperature) and temperature >= 0, f"temperature {temperature}: must be 0 or more")
+    require(
+        math.isfinite(temperature) and temperature >= 0,
+        f"temperature {temperature}: must be 0 or more",
+        field="temperature",
+    )
     top_p = 1.0 if top_p is None else top_p
-    require(0 < top_p <= 1, f"top_p {top_p}: must be greater than 0 and at most 1")
+    require(0 < top_p <= 1, f"top_p {top_p}: must be greater than 0 and at most 1", field="top_p")
     top_k = top_k or -1
     require(
         top_k == -1 or 1 <= top_k <= MAX_INT32,
         f"top_k {quote_value(top_k)}: must be between 1 and {MAX_INT32}, or 0 or -1 for no limit",
+        field="top_k",
     )
 
     # When a sample stops
     strings = [stop] if isinstance(stop, str) else stop or []
-    require(all(strings), f"{stop_name}: a stop string must not be empty")
+    require(all(strings), f"{stop_name}: a stop string must not be empty", field=stop_name)
     tokens = stop_token_ids or []
     check_stops(strings, tokens, stop_name, "stop_token_ids")
 
     return SamplingParams(
-        seed=choose_seed(seed, "seed"),
+        seed=choose_seed(None if seed == -1 else seed, "seed"),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -321,11 +402,14 @@ def convert_openai_fields(request: GenerationFields, max_tokens: int | None, nam
     # Fields with only one supported value
     for field, neutral in _NEUTRAL.items():
         value = getattr(request, field)
-        require(value in (None, neutral), f"{field} {quote_value(value)}: this server supports only {neutral}")
-    require(not request.logit_bias, f"logit_bias {quote_value(request.logit_bias)}: is not supported")
+        is_neutral = value in (None, neutral)
+        require(is_neutral, f"{field} {quote_value(value)}: this server supports only {neutral}", field=field)
+    bias = request.logit_bias
+    require(not bias, f"logit_bias {quote_value(bias)}: is not supported", field="logit_bias")
     require(
         request.best_of in (None, request.n or 1),
         f"best_of {quote_value(request.best_of)}: must be equal to n, which is {request.n or 1}",
+        field="best_of",
     )
 
     return make_params(
@@ -347,7 +431,7 @@ def check_num_samples(n: int | None) -> int:
     Raises UserError if it is out of range.
     """
     count = 1 if n is None else n
-    require(1 <= count <= MAX_SAMPLES, f"n {quote_value(n)}: must be between 1 and {MAX_SAMPLES}")
+    require(1 <= count <= MAX_SAMPLES, f"n {quote_value(n)}: must be between 1 and {MAX_SAMPLES}", field="n")
     return count
 
 
@@ -360,5 +444,6 @@ def check_top_k(value: int | None, name: str, limits: Limits) -> int:
     require(
         0 <= count <= limits.max_topk,
         f"{name} {quote_value(value)}: must be between 0 and {limits.max_topk} on this server",
+        field=name,
     )
     return count

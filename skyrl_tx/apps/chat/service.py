@@ -175,7 +175,9 @@ class ChatService:
         require(
             1 <= total <= limit,
             f"n: the request asks for {total} samples over all its prompts, but must have between 1 and {limit}",
+            field="n",
         )
+
         started: list[Generation] = []
         try:
             for request in chat_requests:

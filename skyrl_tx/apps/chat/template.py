@@ -11,7 +11,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from skyrl_tx.apps.chat.message_forms import Message, iterate_forms, read_text
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.errors import FieldError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\ue000end of the text\ue001 "
@@ -21,7 +23,16 @@ The mark ends with a space. If the space is missing in the prompt, the template 
 messages.
 """
 
-Message = Mapping[str, object]
+_PARTS = ("\ue000first part\ue001", "\ue000second part\ue001")
+"""Texts of two content parts, to find out whether a template reads parts."""
+_PROBES: Mapping[str, Sequence[str]] = {
+    "system": ("system", "user"),
+    "user": ("user",),
+    "assistant": ("user", "assistant"),
+    "tool": ("user", "assistant", "tool"),
+}
+"""The roles of a short conversation for each role that a message can have."""
+
 Tool = Mapping[str, object]
 
 
@@ -71,6 +82,40 @@ def _compile(source: str) -> Callable[..., str]:
         raise UserError(f"the model's chat template is malformed: {error}") from error
 
 
+@lru_cache(maxsize=64)
+def _find_forms(source: str, role: str) -> tuple[bool, bool]:
+    """Return whether a template renders a role's content as text, and as multiple parts.
+
+    A template that does not expect parts may fail, drop them, or write them as Python objects.
+    """
+
+    def render(content: object) -> str:
+        messages = [{"role": name, "content": content if name == role else "text"} for name in _PROBES[role]]
+        try:
+            return _compile(source)(messages=messages, tools=None, documents=None, add_generation_prompt=False)
+        except Exception:  # a template is a program, so it can raise anything
+            return ""
+
+    first, second = _PARTS
+    _, found, after = render([{"type": "text", "text": text} for text in _PARTS]).partition(first)
+    between, found_too, _ = after.partition(second)
+    return first in render(first), bool(found and found_too) and "type" not in between
+
+
+def _choose_form(source: str, message: Message) -> dict[str, object]:
+    """Return a message whose content has the form that a template reads, text or parts."""
+    prepared = _rename_reasoning(message)
+    content = prepared.get("content")
+    if content is None:
+        return prepared
+    reads_text, reads_parts = _find_forms(source, str(message["role"]))
+    if isinstance(content, list) and not reads_parts:
+        return prepared | {"content": read_text(prepared)}
+    if isinstance(content, str) and reads_parts and not reads_text:
+        return prepared | {"content": [{"type": "text", "text": content}]}
+    return prepared
+
+
 class ChatTemplate:
     """A model's chat template."""
 
@@ -101,31 +146,43 @@ class ChatTemplate:
         """Render a prompt as text.
 
         With `continue_final_message`, the prompt ends with the text of the last message, so that
-        the model continues it. Raises UserError if the template fails.
+        the model continues it. If the template fails, other forms of the messages are tried. Raises
+        UserError if it fails for all of them.
         """
-        # Mark the end of the last message
-        prepared = [_rename_reasoning(message) for message in messages]
-        if continue_final_message:
-            content = prepared[-1].get("content") if prepared else None
-            if not isinstance(content, str) or not content.strip():
-                raise UserError("continue_final_message: the last message has no text that could be continued")
-            prepared[-1] = {**prepared[-1], "content": content + _MARK}
-
-        # Choose the template and its variables
         source = self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
+        prepared = [_choose_form(source, message) for message in messages]
+        if continue_final_message:
+            prepared[-1:] = [_mark_end(message) for message in prepared[-1:]]
         template_variables: dict[str, Any] = {
             **self._tokens,
             **(variables or {}),
-            "messages": prepared,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            text = _compile(source)(**template_variables)
-        except Exception as error:  # a template is a program, so it can raise anything
-            raise UserError(f"messages: the model's chat template failed with: {error}") from error
-        return _cut_at_mark(text) if continue_final_message else text
+
+        # Try the forms of the messages
+        render, failure = _compile(source), None
+        for form in iterate_forms(prepared):
+            try:
+                text = render(**template_variables, messages=form)
+            except Exception as error:  # a template is a program, so it can raise anything
+                failure = failure or error
+            else:
+                return _cut_at_mark(text) if continue_final_message else text
+        raise FieldError(f"messages: the model's chat template failed with: {failure}", "messages") from failure
+
+
+def _mark_end(message: Message) -> dict[str, object]:
+    """Append the mark to the text of a message. Raises UserError if it has no text."""
+    if not read_text(message).strip():
+        field = "continue_final_message"
+        raise FieldError(f"{field}: the last message has no text that could be continued", field)
+    content = message["content"]
+    if not isinstance(content, list):
+        return {**message, "content": f"{content}{_MARK}"}
+    *parts, last = cast(list[Mapping[str, object]], content)
+    return {**message, "content": [*parts, {**last, "text": f"{last['text']}{_MARK}"}]}
 
 
 def _cut_at_mark(text: str) -> str:
@@ -135,8 +192,9 @@ def _cut_at_mark(text: str) -> str:
     """
     trimmed = _MARK.rstrip()
     if trimmed not in text:
-        raise UserError(
-            "continue_final_message: cannot continue the last message, because the model's chat template drops its text"
+        field = "continue_final_message"
+        raise FieldError(
+            f"{field}: cannot continue the last message, because the model's chat template drops its text", field
         )
     end = text.rindex(trimmed)
     return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()

@@ -35,7 +35,7 @@ from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url, receive_c
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
 from skyrl_tx.server.schemas.base import Int, List, WireModel
-from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
+from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
 from skyrl_tx.store.tables import CheckpointRow
 
@@ -57,7 +57,6 @@ Tokens = Annotated[List[TokenId], Field(min_length=1)]
 class PlaygroundMessage(WireModel):
     """A message of a conversation."""
 
-    changes_maths = True
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -69,7 +68,6 @@ class PlaygroundPrompt(WireModel):
     `enable_thinking` of the chat template. If it is absent, the template decides.
     """
 
-    changes_maths = True
     model: str
     messages: Annotated[List[PlaygroundMessage], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     prompt: str | None = None
@@ -90,7 +88,6 @@ class PlaygroundChat(PlaygroundPrompt):
 class PlaygroundScore(WireModel):
     """A reply to score under a model, and the prompt before it."""
 
-    changes_maths = True
     model: str
     prompt_tokens: Tokens
     reply_tokens: Tokens
@@ -208,7 +205,7 @@ async def _render(request: Request, call: ApiCall) -> Response:
     service = get_service(request)
 
     def work() -> Response:
-        body = call.body.parse_model(PlaygroundPrompt)
+        body = schemas.parse_request(call, PlaygroundPrompt)
         weights = find_weights(call, body.model)
         return make_json_response(_read_prompt(service, call, body).describe(service, weights))
 
@@ -220,7 +217,7 @@ async def _chat(request: Request, call: ApiCall) -> Response:
     service = get_service(request)
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
-        body = call.body.parse_model(PlaygroundChat)
+        body = schemas.parse_request(call, PlaygroundChat)
         num_samples = schemas.check_num_samples(body.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, body.model)
@@ -308,8 +305,7 @@ async def _score(request: Request, call: ApiCall) -> Response:
 
     # The reply is scored as the last part of a prompt
     def prepare() -> tuple[PlaygroundScore, ChatRequest]:
-        body = call.body.parse_model(PlaygroundScore)
-        call.check_unknown(body)
+        body = schemas.parse_request(call, PlaygroundScore)
         weights = find_weights(call, body.model)
         options = PromptOptions(logprobs=True, last_n=len(body.reply_tokens), topk=min(_TOP, service.limits.max_topk))
         return body, ChatRequest(
@@ -342,7 +338,6 @@ def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) ->
 
     Raises UserError unless it has exactly one prompt that can be rendered.
     """
-    call.check_unknown(body)
     present = [name for name in ("messages", "prompt", "prompt_tokens") if getattr(body, name) is not None]
     require(
         len(present) == 1,
@@ -362,8 +357,6 @@ def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) ->
 
     # A conversation
     messages = body.messages or []
-    for index, message in enumerate(messages):
-        refuse_extra(message, f"messages[{index}].")
     continues = messages[-1].role == "assistant"
     rendered = prompts.render_prompt(
         text,
