@@ -14,6 +14,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
@@ -30,7 +37,6 @@ Placement = Callable[[Parameter], jax.sharding.Sharding | None]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
-WEIGHT_PATTERNS = ("*.safetensors",)
 
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 """Tensors that some checkpoints contain although they follow from the config."""
@@ -122,14 +128,38 @@ def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
         return path
     if base_model.startswith((".", "/", "~")) or base_model.count("/") > 1:
         raise CheckpointError(f"{base_model}: no such directory")
-    patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if with_weights else ())
     try:
-        return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # the hub client's errors are among these; most do not name the model
-        cause = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{base_model}: no such directory, and the model cannot be downloaded from the hub: {cause}"
-        ) from error
+        return _download(base_model, with_weights=with_weights)
+    except Exception as error:  # the errors of the hub's HTTP client have no common class
+        raise CheckpointError(f"{base_model}: no such directory, and {_explain_hub_error(error)}") from error
+
+
+def _download(base_model: str, *, with_weights: bool) -> Path:
+    """Return the directory of a hub model. Subdirectories are not read, so they are not downloaded."""
+    directory = Path(snapshot_download(base_model, allow_patterns=list(CONFIG_PATTERNS), ignore_patterns=["*/*"]))
+    if with_weights:
+        # Download the same revision, even if there is a newer one now.
+        files = sorted(set(read_index(directory).values())) or [SINGLE_FILE]
+        snapshot_download(base_model, revision=directory.name, allow_patterns=files, ignore_patterns=["*/*"])
+    return directory
+
+
+def _explain_hub_error(error: Exception) -> str:
+    """Return why a model cannot be downloaded. The client's messages are long and name no model."""
+    cause = " ".join(str(error.__cause__ or error).split())
+    match error:
+        case HFValidationError():
+            return "this is not a hub id such as Qwen/Qwen3-8B"
+        case GatedRepoError():
+            return "access to this model is restricted: accept its terms on the hub, and set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return "the hub has no such model; set HF_TOKEN if it is private"
+        case LocalEntryNotFoundError() if isinstance(error.__cause__, OfflineModeIsEnabled):
+            return "the model is not in the cache of the hub, and HF_HUB_OFFLINE is set"
+        case LocalEntryNotFoundError():
+            return f"the model is not in the cache of the hub, and the hub cannot be reached: {cause}"
+        case _:
+            return f"the model cannot be downloaded from the hub: {cause}"
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:

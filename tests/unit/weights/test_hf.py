@@ -4,12 +4,15 @@ import json
 import tracemalloc
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
@@ -288,9 +291,68 @@ def test_resolve_accepts_directories_and_names_a_missing_model(directory, tmp_pa
         with pytest.raises(hf.CheckpointError, match="no such directory"):
             hf.resolve_model(wrong)
 
-    for wrong, cause in (("org/nothing", "outgoing traffic has been disabled"), ("no model", "alphanumeric")):
-        with pytest.raises(hf.CheckpointError, match=f"^{wrong}: no such directory, .* hub: .*{cause}"):
+    for wrong, cause in (
+        ("org/nothing", "the model is not in the cache of the hub, and HF_HUB_OFFLINE is set"),
+        ("no model", "this is not a hub id such as Qwen/Qwen3-8B"),
+    ):
+        with pytest.raises(hf.CheckpointError, match=f"^{wrong}: no such directory, and {cause}$"):
             hf.resolve_model(wrong)
+
+
+def raise_from(error, cause=None):
+    raise error from cause
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "message"),
+    [
+        (
+            errors.LocalEntryNotFoundError("Got: x\nAn error"),
+            OSError("no\nroute"),
+            "the hub cannot be reached: no route",
+        ),
+        (errors.RepositoryNotFoundError("404", response=Mock()), None, "the hub has no such model; set HF_TOKEN if it"),
+        (errors.GatedRepoError("403", response=Mock()), None, "access to this model is restricted: accept its terms"),
+        (OSError(28, "No space left"), None, r"downloaded from the hub: \[Errno 28\] No space left"),
+        (RuntimeError("the connection\n was lost"), None, "downloaded from the hub: the connection was lost"),
+    ],
+)
+def test_errors_of_the_hub_are_one_sentence(monkeypatch, error, cause, message):
+    monkeypatch.setattr(hf, "snapshot_download", lambda *_, **__: raise_from(error, cause))
+    with pytest.raises(hf.CheckpointError, match=message) as raised:
+        hf.resolve_model("org/name")
+    assert str(raised.value).startswith("org/name: no such directory, and ")
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        (["model-1.safetensors", "model-2.safetensors", "original/model.safetensors", "consolidated.safetensors"], 2),
+        (["model-1.safetensors", "model-2.safetensors", "model.safetensors"], 2),
+        (["model.safetensors", "model.fp16.safetensors", "onnx/model.safetensors", "pytorch_model.bin"], 0),
+    ],
+)
+def test_only_the_weights_that_are_read_are_downloaded(tmp_path, monkeypatch, weights, wanted):
+    """Repositories can hold the same weights in other formats, for example in `original`."""
+    others = ["config.json", "tokenizer.json", "merges.txt", "original/params.json", "README.md"]
+    repository, snapshot = [*weights, *others], tmp_path / "0123"
+    snapshot.mkdir()
+    index = {"weight_map": {str(number): weights[number] for number in range(wanted)}}
+
+    def download(name, *, allow_patterns, ignore_patterns, revision="main"):
+        assert name == "org/name" and revision in ("main", "0123")
+        for path in filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (snapshot / path).write_text("{}")
+        if wanted:
+            (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+        return str(snapshot)
+
+    monkeypatch.setattr(hf, "snapshot_download", download)
+    assert hf.resolve_model("org/name", with_weights=False) == snapshot
+    assert not list(snapshot.rglob("*.safetensors"))
+    assert hf.resolve_model("org/name") == snapshot
+    found = {path.name for path in snapshot.iterdir()} - {"model.safetensors.index.json"}
+    assert found == {"config.json", "tokenizer.json", "merges.txt", *weights[: wanted or 1]}
 
 
 def test_dummy_weights_are_deterministic_and_of_the_usual_scale():
