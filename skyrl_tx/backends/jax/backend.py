@@ -26,6 +26,7 @@ from skyrl_tx.backends.jax.devices import (
     convert_memory_errors,
     get_compilation_monitor,
 )
+from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_is_scarce
 from skyrl_tx.backends.jax.kernel_choice import (
     choose_kernels,
     count_moe_layers,
@@ -34,6 +35,7 @@ from skyrl_tx.backends.jax.kernel_choice import (
 )
 from skyrl_tx.backends.jax.memory import (
     choose_max_models,
+    count_planned_bytes,
     estimate_training_costs,
     find_longest_example,
     make_default_memory_plan,
@@ -203,6 +205,8 @@ class JaxBackend(AbstractBackend):
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
         """Load the base weights. Meanwhile, training programs are compiled in the background."""
         described = models.describe_params(self._model)
+        if mesh.get_platform(layout) == "cpu" and not devices.is_distributed():
+            check_weights_fit(make_param_shapes(described, layout, self._kernels, self._dtype))
         self._training_programs = self._start_training_compiler(config, layout, described)
 
         load = hf.make_dummy
@@ -232,6 +236,10 @@ class JaxBackend(AbstractBackend):
             config, self._training_params, self._model, costs, self._memory.plan
         )
         self._max_models = choose_max_models(config, self._params, self._model)
+        if not read_device_memory(self._params):
+            warn_if_memory_is_scarce(
+                count_planned_bytes(config, self._params, self._model, self._sample_memory, self._max_models)
+            )
         self._pool = TrainingStates(self._max_models)
         self._dispatch_limit = DispatchLimit()
 

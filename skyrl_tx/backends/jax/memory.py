@@ -2,12 +2,13 @@
 
 The backend allocates in this order: weights, sampler pool, KV cache. Then it plans micro-batches
 and models in training for the memory that is left. On devices that do not report their memory, as
-CPUs do not, fixed defaults apply.
+CPUs do not, fixed defaults apply, within the share of host memory that `host_memory` plans with. The
+plan does not depend on how much memory is free, because results after a restart would then not be
+bit-equal.
 """
 
 import logging
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import agree_on_minimum, list_local_devices
+from skyrl_tx.backends.jax.host_memory import format_gib, get_planned_bytes
 from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.shapes import SampleMemory
@@ -26,6 +28,7 @@ from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
+from skyrl_tx.process.memory import get_memory_limit
 
 TRAINING_SHARE = 0.5
 """Share of the memory left by weights and KV cache that a micro-batch may take.
@@ -100,7 +103,7 @@ def plan_training_memory(
         free = _get_reported_free_bytes(params)
         plan = choose_training_plan(free, count_model_bytes(config, params, model), costs, config, params.layout)
         cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // count_shards(params.layout)))
-        reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
+        reason = f"{_describe_free(params, free)}, a token takes {cost / 2**10:.0f} KiB"
 
     # Log it.
     configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
@@ -146,8 +149,7 @@ def can_offload(params: models.DecoderParams) -> bool:
 
 def _get_offload_limit(params: models.DecoderParams) -> int:
     """Return the bytes of host memory that each device may offload to, on the smallest host."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return agree_on_minimum(int(HOST_SHARE * physical) // len(list_local_devices(params.embed.devices())))
+    return agree_on_minimum(int(HOST_SHARE * get_memory_limit()) // len(list_local_devices(params.embed.devices())))
 
 
 def _get_reported_free_bytes(params: models.DecoderParams) -> int:
@@ -266,7 +268,7 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     # How many positions fit? Devices that report no memory share the memory of the host.
     free = get_free_bytes(params)
     if free is None:
-        free, num_memories = _get_free_host_memory(params), 1
+        free, num_memories = get_planned_bytes(params), 1
         cache_bytes = CacheBytes.from_model(model, UNSHARDED, dtype.itemsize)
         max_tokens, slot_choices = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
     else:
@@ -286,12 +288,12 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     memory = next(memory for memory in candidates if memory.num_slots == slot_choices[-1] or _has_enough_tokens(memory))
 
     log.info(
-        "KV cache of %d samples and %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
+        "KV cache of %d samples and %d tokens%s, and of %d for prefixes: %s, a token takes %.1f KiB%s",
         memory.num_slots,
         memory.tokens,
         " (configured)" if config.max_sample_tokens else "",
         memory.prefix_tokens,
-        free / 2**30,
+        _describe_free(params, free),
         cache_bytes.position / 2**10,
         f", and the state of a sample {cache_bytes.state / 2**20:.1f} MiB" if cache_bytes.state else "",
     )
@@ -327,6 +329,10 @@ class CacheBytes:
     def state_tokens(self) -> int:
         """The number of positions that take as many bytes as a state."""
         return -(-self.state // self.position)
+
+    def count(self, memory: SampleMemory) -> int:
+        """Return the bytes of all pages and states."""
+        return memory.num_pages * memory.page * self.position + memory.num_states * self.state
 
 
 def _has_enough_tokens(memory: SampleMemory) -> bool:
@@ -382,9 +388,9 @@ def choose_max_models(config: JaxConfig, params: models.DecoderParams, model: mo
     fitting = int(MODEL_SHARE * free / cost) - 1  # an optimizer step or a load has the old and the new state of a model
     max_models = max(1, min(fitting, MAX_MODELS))
     log.info(
-        "%d models in training at the same time: %.1f GiB are free, a model of rank %d takes %.1f MiB",
+        "%d models in training at the same time: %s, a model of rank %d takes %.1f MiB",
         max_models,
-        free / 2**30,
+        _describe_free(params, free),
         config.max_lora_rank,
         cost / 2**20,
     )
@@ -423,16 +429,22 @@ def get_memory_layout(params: models.DecoderParams) -> Layout:
 def _get_free_memory(params: models.DecoderParams) -> int:
     """Return the free memory of the fullest device, or of the host if devices report none."""
     reported = get_free_bytes(params)
-    return _get_free_host_memory(params) if reported is None else reported
+    return get_planned_bytes(params) if reported is None else reported
 
 
-def _get_free_host_memory(params: models.DecoderParams) -> int:
-    """Return the memory of the smallest host minus the weights.
+def count_planned_bytes(
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, samples: SampleMemory, max_models: int
+) -> int:
+    """Return how many bytes KV cache and models in training may take in the memory of a host."""
+    cache = CacheBytes.from_model(model, UNSHARDED, params.embed.dtype.itemsize)
+    return cache.count(samples) + max_models * count_model_bytes(config, params, model)
 
-    Layers count twice, because decoding has a second copy of them that is split by layer.
-    """
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
-    return agree_on_minimum(max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0))
+
+def _describe_free(params: models.DecoderParams, free: int) -> str:
+    """Describe `free` bytes for the log: free memory of a device, or the planned share of a host's memory."""
+    if get_free_bytes(params) is not None:
+        return f"{format_gib(free)} are free"
+    return f"the plan has {format_gib(free)} besides the weights, of {format_gib(get_memory_limit())} of memory"
 
 
 def _round_down(size: int) -> int:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.host_memory import count_host_weight_bytes
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
@@ -29,6 +30,7 @@ from skyrl_tx.backends.jax.memory import (
     choose_max_models,
     choose_training_plan,
     count_model_bytes,
+    count_planned_bytes,
     count_shards,
     find_longest_row,
     get_free_bytes,
@@ -103,6 +105,10 @@ class StartPlan:
     max_models: int
     model_bytes: int
     """Weights, gradient and moments of one model of the highest rank."""
+    host_weight_bytes: int
+    """Host memory of the weights, if devices do not report their memory."""
+    host_bytes: int
+    """Host memory that the rest of the plan may take in time, if devices do not report their memory."""
 
 
 def make_abstract_layout(config: MeshConfig) -> Layout:
@@ -156,8 +162,7 @@ def plan_start(
     params = make_params(weight_bytes + pool_bytes)
     samples = plan_sample_memory(config, params, model)
     cache = CacheBytes.from_model(model, get_memory_layout(params), dtype.itemsize)
-    positions = samples.num_pages * samples.page
-    kv_bytes = (positions * cache.position + samples.num_states * cache.state) // layout.num_shards("batch")
+    kv_bytes = cache.count(samples) // layout.num_shards("batch")
 
     # Decode slices
     num_rows = samples.num_rows // layout.num_shards("batch")
@@ -186,6 +191,10 @@ def plan_start(
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
 
+    # Models in training, and the plan in host memory
+    max_models = choose_max_models(config, params, model)
+    host_bytes = count_planned_bytes(config, params, model, samples, max_models)
+
     return StartPlan(
         num_parameters=sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values()),
         dtype=dtype.name,
@@ -203,8 +212,11 @@ def plan_start(
         pass_bytes=pass_bytes,
         longest_row=longest,
         offloaded_bytes=offloaded_bytes,
-        max_models=choose_max_models(config, params, model),
+        max_models=max_models,
         model_bytes=model_bytes,
+        # Host memory, if devices report none
+        host_weight_bytes=count_host_weight_bytes(params),
+        host_bytes=host_bytes,
     )
 
 

@@ -25,13 +25,13 @@ from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command_line import format_bytes
+from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_available_memory
 from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 OLDEST_SDK = "0.16.1"
 """The oldest tested release of the Tinker SDK. `tests/support/client_environments.py` lists all tested releases."""
 _JAX_PARTS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-_CGROUP = Path("/sys/fs/cgroup")
 _MIN_PROCESSES = 4096
 """A server has a few hundred processes and threads, and the other programs of the user need some as well."""
 
@@ -142,31 +142,14 @@ def check_limits(subject: ExaminedServer) -> Iterator[Finding]:
         )
 
     # Memory.
-    limit, physical = read_memory_limit(), get_physical_memory()
-    if limit is not None and limit < physical:
+    limit, physical = get_memory_limit(), get_physical_memory()
+    if limit < physical:
         yield ok(
             "limits",
             f"{format_bytes(limit)} of memory for this container or service; the machine has {format_bytes(physical)}",
         )
     else:
         yield ok("limits", f"{format_bytes(physical)} of memory")
-
-
-def get_physical_memory() -> int:
-    """Return the memory of the machine in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def read_memory_limit() -> int | None:
-    """Return the memory limit of this process's control group in bytes, or None if there is no limit or no Linux."""
-    for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:  # cgroup version 1 writes a very large number for no limit
-            return int(text)
-    return None
 
 
 # Tokenizer and chat template
@@ -265,6 +248,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int
     is_remat: bool
     max_models: int
+    host_weight_bytes: int
+    """Bytes of the weights in host memory, if the devices do not report their memory."""
+    host_bytes: int
+    """Bytes that the rest of the plan may take in host memory, if the devices do not report their memory."""
     file_bytes: int | None
     """Size of the weight files, or None if they are not downloaded yet or not needed."""
     has_end: bool
@@ -312,7 +299,7 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
         yield error("model", f"{answer.setting}: {answer.problem}", _ADVICE[answer.setting])
     if answer.plan is not None:
         yield from _check_files(answer.plan, settings.backend_config)
-        yield from _check_plan(answer, answer.plan, settings.backend_config)
+        yield from _check_plan(answer, answer.plan, settings.backend_config, is_serving=is_serving)
 
 
 def _list_nvidia_gpus() -> Iterator[list[str]]:
@@ -378,14 +365,12 @@ def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
         yield warning("model", "its files name no token that ends a sample", "clients must set `stop` or `max_tokens`")
 
 
-def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags) -> Iterator[Finding]:
-    # Do the weights fit? On CPU the backend plans with the memory of the machine, and decoding keeps a second copy of
-    # the weights.
+def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags, *, is_serving: bool) -> Iterator[Finding]:
+    # Do the weights fit? On CPU the backend plans with the memory that its process may use, and decoding keeps a second
+    # copy of the layers.
     limits = [device.limit_bytes for device in answer.devices if device.limit_bytes is not None]
-    host = min(read_memory_limit() or get_physical_memory(), get_physical_memory())
-    limit, weights = (min(limits), plan.weight_bytes) if limits else (host, 2 * plan.weight_bytes)
-    size = f"{'' if limits else '2 × '}{format_bytes(plan.weight_bytes)}"
-    summary = f"the weights take {size} in {plan.dtype} of {format_bytes(limit)}"
+    limit, weights = (min(limits), plan.weight_bytes) if limits else (get_memory_limit(), plan.host_weight_bytes)
+    summary = f"the weights take {format_bytes(weights)} in {plan.dtype} of {format_bytes(limit)}"
     if weights >= limit:
         yield error(
             "memory",
@@ -401,12 +386,13 @@ def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags) -> Iterator[F
         f"{' with rematerialization' if plan.is_remat else ''}; "
         f"{plan.max_models} models of rank {config.max_lora_rank} in training",
     )
-    if not limits and host < get_physical_memory():
-        yield warning(
+    if not limits and not is_serving and weights + plan.host_bytes > (available := read_available_memory()):
+        finding = error if weights > available else warning
+        yield finding(
             "memory",
-            f"the server plans with all {format_bytes(get_physical_memory())} of this machine, but may use only "
-            f"{format_bytes(host)}",
-            "set --backend-config.max-sample-tokens and --backend-config.max-lora-adapters",
+            f"only {format_bytes(available)} of memory are available, but weights, KV cache and models may take "
+            f"{format_bytes(weights + plan.host_bytes)} in time",
+            "end other programs, or lower --backend-config.max-sample-tokens and --backend-config.max-lora-adapters",
         )
 
     # Limits that users will notice.

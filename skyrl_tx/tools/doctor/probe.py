@@ -83,12 +83,15 @@ def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> 
         dtype=plan.dtype,
         weight_bytes=plan.weight_bytes,
         free_bytes=-1 if plan.free_bytes is None else plan.free_bytes,
+        # Limits
         max_context_length=model.max_context_length,
         kv_tokens=plan.samples.tokens,
         max_length=plan.samples.max_length,
         micro_batch_tokens=plan.passes.micro_batch_tokens,
         is_remat=plan.passes.remat,
         max_models=plan.max_models,
+        host_weight_bytes=plan.host_weight_bytes,
+        host_bytes=plan.host_bytes,
         file_bytes=None,
         has_end=True,
     )

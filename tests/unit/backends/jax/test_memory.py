@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import devices, memory
+from skyrl_tx.backends.jax import devices, host_memory, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.memory import (
@@ -204,6 +204,36 @@ def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog)
         assert plan_sample_memory(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
         assert plan_sample_memory(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
     assert "KV cache of 32 samples and 65536 tokens" in caplog.text
+
+
+def test_without_reported_memory_the_plan_has_half_of_the_limit_besides_the_weights(tiny, monkeypatch, caplog):
+    """Memory that is free at the start changes no plan."""
+    weights = host_memory.count_host_weight_bytes(tiny.params)
+    monkeypatch.setattr(host_memory, "read_available_memory", lambda: 0)
+    for limit, planned in ((100 * weights, 50 * weights), (weights * 3 // 2, weights // 2), (weights, 0)):
+        monkeypatch.setattr(host_memory, "get_memory_limit", lambda limit=limit: limit)
+        assert host_memory.get_planned_bytes(tiny.params) == pytest.approx(planned, abs=1)
+
+    monkeypatch.setattr(host_memory, "get_memory_limit", lambda: 4 * MIB)
+    monkeypatch.setattr(memory, "get_memory_limit", lambda: 4 * MIB)
+    with caplog.at_level("INFO"):
+        planned = plan_sample_memory(JaxConfig(), tiny.params, tiny.config)
+    assert memory.CacheBytes.from_model(tiny.config, UNSHARDED, 4).count(planned) <= MIB * 1.1
+    assert "the plan has 0.0 GiB besides the weights, of 0.0 GiB of memory" in caplog.text
+
+
+def test_scarce_memory_is_a_warning_and_too_little_for_the_weights_an_error(tiny, monkeypatch, caplog):
+    weights = host_memory.count_host_weight_bytes(tiny.params)
+    monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights)
+    host_memory.check_weights_fit(tiny.params)
+    host_memory.warn_if_memory_is_scarce(weights)
+    assert not caplog.records
+    host_memory.warn_if_memory_is_scarce(weights + 3 * 2**30)
+    assert "KV cache and models may take 3.0 GiB in time" in caplog.text
+
+    monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights - 1)
+    with pytest.raises(UserError, match=r"--base-model: its weights take .* End other programs, or choose"):
+        host_memory.check_weights_fit(tiny.params)
 
 
 def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):

@@ -30,6 +30,8 @@ PLAN = Plan(
     micro_batch_tokens=8192,
     is_remat=True,
     max_models=20,
+    host_weight_bytes=32 * GIB,
+    host_bytes=8 * GIB,
     file_bytes=16 * GIB,
     has_end=True,
 )
@@ -104,7 +106,7 @@ def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
         (GPU, {"max_length": 1000}, "warning", "at most 1000 tokens"),
         (GPU, {"max_models": 1}, "warning", "only one model of rank 64"),
         (GPU, {"has_end": False}, "warning", "no token that ends"),
-        (CPU, {"weight_bytes": 2**60}, "error", "does not fit"),
+        (CPU, {"host_weight_bytes": 2**60}, "error", "does not fit"),
     ],
 )
 def test_plans_that_are_too_small(subject, monkeypatch, device, change, level: str, text: str) -> None:
@@ -113,13 +115,18 @@ def test_plans_that_are_too_small(subject, monkeypatch, device, change, level: s
     assert found.level == level and text in found.message and found.advice
 
 
-def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -> None:
-    plan = msgspec.structs.replace(PLAN, weight_bytes=2**20)
+@pytest.mark.parametrize(("available", "level"), [(3 * GIB, "error"), (11 * GIB, "warning"), (12 * GIB, None)])
+def test_less_memory_is_available_than_the_plan_may_use(
+    subject, monkeypatch, available: int, level: str | None
+) -> None:
+    plan = msgspec.structs.replace(PLAN, host_weight_bytes=4 * GIB, host_bytes=8 * GIB)
     fake_answers(monkeypatch, ProbeAnswer(devices=[CPU], plan=plan))
-    monkeypatch.setattr(machine, "get_physical_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(machine, "read_memory_limit", lambda: 10 * GIB)
-    (found,) = problems(subject, "--base-model", "m")
-    assert found.level == "warning" and "only 10.0 GiB" in found.message
+    monkeypatch.setattr(machine, "get_memory_limit", lambda: 100 * GIB)
+    monkeypatch.setattr(machine, "read_available_memory", lambda: available)
+    found = problems(subject, "--base-model", "m")
+    assert [finding.level for finding in found] == ([level] if level else [])
+    assert all("KV cache and models may take 12.0 GiB" in finding.message for finding in found)
+    assert problems(subject, "--base-model", "m", pids={"engine": 3}) == [], "the server itself uses that memory"
 
 
 def test_a_gpu_that_jax_does_not_use(subject, monkeypatch) -> None:

@@ -1,7 +1,6 @@
 """Checks of package versions, process limits and memory."""
 
 import resource
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -62,7 +61,6 @@ def limits(monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
     """Set the process limits that the checks see. All other limits are infinite."""
     found = {getattr(resource, name): value for name, value in given.items()}
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (found.get(which, resource.RLIM_INFINITY),) * 2)
-    monkeypatch.setattr(machine, "_CGROUP", Path("/nowhere"))
 
 
 def test_no_limit_is_fine(subject, monkeypatch) -> None:
@@ -84,14 +82,9 @@ def test_low_limits_are_named(subject, monkeypatch, given: dict[str, int], text:
     assert text in found.message and found.advice
 
 
-def test_memory_of_a_container_is_found(subject, monkeypatch, tmp_path) -> None:
+def test_memory_of_a_container_is_found(subject, monkeypatch) -> None:
     limits(monkeypatch)
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert machine.read_memory_limit() is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.read_memory_limit() is None
-    (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    assert machine.read_memory_limit() == 2**20
+    monkeypatch.setattr(machine, "get_memory_limit", lambda: 2**20)
     assert "1.0 MiB of memory for this container" in "".join(
         finding.message for finding in machine.check_limits(subject())
     )

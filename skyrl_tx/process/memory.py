@@ -1,0 +1,72 @@
+"""The memory of this machine: how much this process may use.
+
+The limit of a container or a systemd service is the limit of its control group, of version 1 or 2.
+Without a limit, a process may use all memory of the machine.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""The files with limit and usage of a control group, of version 2 and of version 1.
+
+The third name is an entry of `memory.stat`: file pages that the kernel drops before it ends a
+process.
+"""
+
+
+def get_physical_memory() -> int:
+    """Return the memory of the machine in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def get_memory_limit() -> int:
+    """Return how many bytes this process may use: the limit of its control group, or all memory."""
+    return min((get_physical_memory(), *(limit for limit, _ in _iter_cgroup_limits())))
+
+
+def read_available_memory() -> int:
+    """Return how many bytes this process could allocate now, besides those it has."""
+    available = get_memory_limit()
+    with suppress(OSError, ValueError, KeyError):
+        available = min(available, int(_read_table(_PROC / "meminfo")["MemAvailable:"]) * 1024)
+    return min((available, *(max(limit - used, 0) for limit, used in _iter_cgroup_limits())))
+
+
+def _iter_cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and usage of each control group of this process that has a limit."""
+    for directory in _list_cgroups():
+        for limit_name, usage_name, file_entry in _CGROUP_FILES:
+            with suppress(OSError, ValueError):  # the group has no such file, or the limit is "max"
+                limit, used = (int((directory / name).read_text()) for name in (limit_name, usage_name))
+                yield limit, used - int(_read_table(directory / "memory.stat").get(file_entry, 0))
+
+
+def _list_cgroups() -> list[Path]:
+    """Return the directories of the control groups of this process, with all parents.
+
+    A container often sees its own group as the root, but the path of the host in /proc/self/cgroup.
+    Directories that do not exist are therefore normal.
+    """
+    directories: list[Path] = []
+    with suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                root = _CGROUP / "memory" if controllers else _CGROUP
+                group = root / path.lstrip("/")
+                directories += (group, *(parent for parent in group.parents if parent.is_relative_to(root)))
+    return directories
+
+
+def _read_table(path: Path) -> dict[str, str]:
+    """Return the second word of each line, by the first word."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}
