@@ -22,6 +22,7 @@ from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.models.config import Block, ModelConfig, Stack
 from skyrl_tx.models.parts.base import LayerParams
+from skyrl_tx.process.memory import discard_zeros
 
 OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
 """Names of the norms of the outputs of mixer and feed-forward, in blocks with `has_output_norms`."""
@@ -147,9 +148,19 @@ def _find_linear_maps(block: Block) -> frozenset[str]:
 def make_empty_cache(
     params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
 ) -> Cache:
-    """Return an empty cache on the devices of the weights, with the sharding that programs use."""
-    shapes = describe_cache(params, config, num_pages, num_states, page)
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+    """Return an empty cache on the devices of the weights, with the sharding that programs use.
+
+    On CPU, a page takes memory when it is first written.
+    """
+
+    def make_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+        for shard in zeros.addressable_shards:
+            if shard.device.platform == "cpu":
+                discard_zeros(shard.data.block_until_ready().unsafe_buffer_pointer(), shard.data.nbytes)
+        return zeros
+
+    return jax.tree.map(make_zeros, describe_cache(params, config, num_pages, num_states, page))
 
 
 def describe_cache(

@@ -1,12 +1,16 @@
-"""The memory of this machine: how much this process may use.
+"""The memory of this machine: how much this process may use, and how to return memory.
 
 The limit of a container or a systemd service is the limit of its control group, of version 1 or 2.
 Without a limit, a process may use all memory of the machine.
 """
 
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -70,3 +74,18 @@ def _read_table(path: Path) -> dict[str, str]:
     """Return the second word of each line, by the first word."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: row[1] for row in rows if len(row) > 1}
+
+
+def discard_zeros(address: int, num_bytes: int) -> None:
+    """Return memory that holds zeros to the system. It takes memory again where it is written.
+
+    The memory must be private and anonymous, as malloc's is. Does nothing except on Linux.
+    """
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform.startswith("linux") and first < last:
+        _load_libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+@cache
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

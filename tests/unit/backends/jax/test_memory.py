@@ -1,5 +1,8 @@
 """Memory plans, the memory that programs need, and isolation of requests that exhaust it."""
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from skyrl_tx.backends.jax.memory import (
     plan_training_memory,
 )
 from skyrl_tx.backends.jax.memory_plan import MemoryPlan
+from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import forward_backward as training
@@ -234,6 +238,33 @@ def test_scarce_memory_is_a_warning_and_too_little_for_the_weights_an_error(tiny
     monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights - 1)
     with pytest.raises(UserError, match=r"--base-model: its weights take .* End other programs, or choose"):
         host_memory.check_weights_fit(tiny.params)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the memory of pages that hold zeros")
+def test_a_page_of_the_cache_takes_memory_when_it_is_first_written(tiny):
+    """`mincore` tells which pages of memory a process has."""
+    libc = ctypes.CDLL(None)
+
+    def count_resident_bytes(array: jax.Array) -> int:
+        first = array.unsafe_buffer_pointer() // mmap.PAGESIZE * mmap.PAGESIZE
+        resident = (ctypes.c_ubyte * (array.nbytes // mmap.PAGESIZE))()
+        assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(array.nbytes), resident) == 0
+        return sum(byte & 1 for byte in resident) * mmap.PAGESIZE
+
+    cache = models.make_empty_cache(tiny.params, tiny.config, 4096, 4)
+    assert sum(map(count_resident_bytes, jax.tree.leaves(cache))) <= 64 * mmap.PAGESIZE
+    address = cache[0].positions.k.unsafe_buffer_pointer()
+
+    pages = np.full((1, 1, 2), (0, 7), np.int32)
+    arguments = pages, np.ones(1, np.int32), np.zeros((1, 1, 2), np.int32), np.zeros(1, np.int32)
+    cache = programs.copy(cache, *arguments)
+    assert cache[0].positions.k.unsafe_buffer_pointer() == address, "the program writes in place"
+    assert (
+        sum(map(count_resident_bytes, jax.tree.leaves(cache)))
+        <= 64 * 2**20
+        < sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    )
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(cache))
 
 
 def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):
