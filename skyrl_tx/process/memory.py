@@ -86,6 +86,12 @@ def discard_zeros(address: int, num_bytes: int) -> None:
         _load_libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
+def trim_allocator() -> None:
+    """Return freed memory to the system. glibc keeps it otherwise. Does nothing without glibc."""
+    if (trim := getattr(_load_libc(), "malloc_trim", None)) is not None:
+        trim(ctypes.c_size_t(0))
+
+
 @cache
 def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from skyrl_tx.contract.backend import HostRank
 from skyrl_tx.contract.errors import BackendLost, CapacityError
+from skyrl_tx.process.memory import trim_allocator
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ _COMPILATION = "/jax/core/compile/"
 """Prefix of the JAX events for tracing, lowering and compiling a program."""
 _COMPILED = _COMPILATION + "backend_compile_duration"
 """The JAX event of the compiler. It also occurs if the program is read from the compilation cache.
+"""
+_TRIM_S = 0.1
+"""After a compilation that took longer than this, the allocator returns its free memory.
+
+A compilation of several seconds needs some hundred MiB, which glibc keeps.
 """
 _MIB = 2**20
 
@@ -134,6 +140,8 @@ class CompilationMonitor:
             with self._lock:
                 self.num_compiled += 1
                 self.seconds += duration_secs
+            if duration_secs > _TRIM_S:
+                trim_allocator()
 
     def _count(self, event: str, change: int) -> None:
         if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_excluded", False):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.backends.jax import compiler as compiler_module
+from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program
 from skyrl_tx.backends.jax.devices import CompilationMonitor
 
@@ -170,6 +171,15 @@ def test_only_a_call_that_waits_counts_as_compiling() -> None:
     assert found.wait("event", WAIT_S)
     found.close()
     assert (monitor.num_compiled, monitor.seconds, monitor.is_compiling) == (1, 2.0, False)
+
+
+@pytest.mark.parametrize(("seconds", "num_trims"), [(5.0, 1), (0.01, 0)])
+def test_freed_memory_is_returned_after_a_long_compilation(monkeypatch, seconds: float, num_trims: int) -> None:
+    trims: list[bool] = []
+    monkeypatch.setattr(devices, "trim_allocator", lambda: trims.append(True))
+    CompilationMonitor().on_end("/jax/core/compile/jaxpr_trace_duration", 9.0)
+    CompilationMonitor().on_end("/jax/core/compile/backend_compile_duration", seconds)
+    assert len(trims) == num_trims
 
 
 def test_popular_programs_are_those_with_the_most_calls_of_all_starts(tmp_path) -> None:
