@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -80,8 +81,9 @@ class CompiledProgram:
 class Compiler(Generic[Key]):
     """Compile programs in background threads, and store them by key.
 
-    Programs that a request needs are compiled first, then the likely ones. Only `progress` is
-    thread-safe; call all other methods from one thread.
+    Programs that a request needs are compiled first, then the likely ones. Requests take turns,
+    so a request with many programs delays another request by a single program for each thread. Only
+    `progress` is thread-safe; call all other methods from one thread.
     """
 
     def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
@@ -96,15 +98,14 @@ class Compiler(Generic[Key]):
         self._monitor = monitor
         self._lock = threading.Condition()
         self._likely: deque[tuple[Key, Program]] = deque()
-        self._needed: deque[tuple[Key, Program]] = deque()
+        self._needed: dict[Hashable, deque[tuple[Key, Program]]] = {}  # by turn; the next turn first
         self._running: set[Key] = set()
         self._num_done = 0
         self._started_at = time.monotonic()
         self._is_closed = False
-        self._threads = [ServiceThread("compiler", partial(self._work, self._needed))]
+        self._threads = [ServiceThread("compiler", partial(self._work, takes_likely=False))]
         for number in range(num_threads):
-            work = partial(self._work_at_low_priority, self._needed, self._likely)
-            self._threads.append(ServiceThread(f"compiler-{number}", work))
+            self._threads.append(ServiceThread(f"compiler-{number}", self._work_at_low_priority))
         for thread in self._threads:
             thread.start()
 
@@ -114,18 +115,19 @@ class Compiler(Generic[Key]):
             self._likely.extend(programs)
             self._lock.notify_all()
 
-    def queue_needed(self, key: Key, program: Callable[[], Program]) -> None:
-        """Compile a program before all likely ones, after programs that were needed earlier.
+    def queue_needed(self, key: Key, program: Callable[[], Program], turn: Hashable = None) -> None:
+        """Compile a program before all likely ones, after programs of the same `turn`.
 
-        `program` makes the program. It is called only if the program is not queued yet.
+        `turn` identifies who needs the program. `program` makes it, unless it is likely or queued.
         """
         with self._lock:
-            if key in self.ready or self._is_pending(key):
+            own = self._needed.get(turn, ())
+            if key in self.ready or key in self._running or any(key == needed for needed, _ in own):
                 return
             queued = next((entry for entry in self._likely if entry[0] == key), None)
             if queued is not None:
                 self._likely.remove(queued)
-            self._needed.append(queued or (key, program()))
+            self._needed.setdefault(turn, deque()).append(queued or (key, program()))
             self._lock.notify_all()
 
     def wait(self, key: Key, timeout_s: float) -> bool:
@@ -148,12 +150,13 @@ class Compiler(Generic[Key]):
                 self._lock.wait_for(lambda: not self._is_pending(key))
 
     def _is_pending(self, key: Key) -> bool:
-        return key in self._running or any(key == needed for needed, _ in self._needed)
+        return key in self._running or any(key == needed for needed, _ in chain(*self._needed.values()))
 
     def progress(self) -> str | None:
         """Describe the progress of background compilation; None if nothing is left to compile."""
         with self._lock:
-            num_left = len(self._likely) + len(self._needed) + len(self._running)
+            needed = {key for key, _ in chain(*self._needed.values())}
+            num_left = len(self._likely) + len(needed) + len(self._running)
             if not num_left:
                 return None
             return (
@@ -174,15 +177,15 @@ class Compiler(Generic[Key]):
         for thread in self._threads:
             thread.join()
 
-    def _work_at_low_priority(self, *queues: deque[tuple[Key, Program]]) -> None:
+    def _work_at_low_priority(self) -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have the same niceness
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._work(*queues)
+        self._work(takes_likely=True)
 
-    def _work(self, *queues: deque[tuple[Key, Program]]) -> None:
+    def _work(self, *, takes_likely: bool) -> None:
         self._monitor.exclude_this_thread()
-        while (taken := self._take_program(queues)) is not None:
+        while (taken := self._take_program(takes_likely=takes_likely)) is not None:
             key, program = taken
             try:
                 ready = CompiledProgram(program.compile())
@@ -197,26 +200,31 @@ class Compiler(Generic[Key]):
                 self._lock.notify_all()
             self._log_progress()
 
-    def _take_program(self, queues: Iterable[deque[tuple[Key, Program]]]) -> tuple[Key, Program] | None:
-        """Wait for the next program, from the first queue that has one.
-
-        Returns None if the compiler is closed.
-        """
+    def _take_program(self, *, takes_likely: bool) -> tuple[Key, Program] | None:
+        """Wait for the next program. Returns None if the compiler is closed."""
         with self._lock:
             while not self._is_closed:
-                wait_s = None
-                for queue in queues:
-                    if queue is self._likely and queue:
-                        wait_s = max(_IDLE_S - self._monitor.seconds_since_call, 0.0)
-                        if wait_s:
-                            continue
-                    while queue:
-                        taken = queue.popleft()
-                        if taken[0] not in self.ready and taken[0] not in self._running:
-                            self._running.add(taken[0])
-                            return taken
-                self._lock.wait(wait_s)
+                taken, wait_s = self._pop_needed(), None
+                if taken is None and takes_likely and self._likely:
+                    wait_s = max(_IDLE_S - self._monitor.seconds_since_call, 0.0)
+                    taken = None if wait_s else self._likely.popleft()
+                if taken is None:
+                    self._lock.wait(wait_s)
+                elif taken[0] not in self.ready and taken[0] not in self._running:
+                    self._running.add(taken[0])
+                    return taken
             return None
+
+    def _pop_needed(self) -> tuple[Key, Program] | None:
+        """Remove the next needed program, and move its turn to the end."""
+        if not self._needed:
+            return None
+        turn = next(iter(self._needed))
+        queue = self._needed.pop(turn)
+        taken = queue.popleft()
+        if queue:
+            self._needed[turn] = queue
+        return taken
 
     def _log_progress(self) -> None:
         progress = self.progress()

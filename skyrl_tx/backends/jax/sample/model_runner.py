@@ -357,14 +357,18 @@ class ModelRunner:
             own = [request for request in requests if (request.sampler is not None) == any_adapter]
             together = self.prompts_of_shard if len(own) > self.prompts_of_shard // 2 else 1
             num_rows = self._num_shards * together
-            sizes = [size for request in own for size in shapes.iter_prompt_sizes(request.prompt.size)]
-            for size in dict.fromkeys(sizes):
-                program = partial(self._make_prefill_program, size, num_rows, any_adapter)
-                self._compiler.queue_needed(("prefill", size, num_rows, any_adapter), program)
+
+            # Prefill, then decode slices if all samples share an adapter.
+            for request in own:
+                for size in shapes.iter_prompt_sizes(request.prompt.size):
+                    program = partial(self._make_prefill_program, size, num_rows, any_adapter)
+                    key = "prefill", size, num_rows, any_adapter
+                    self._compiler.queue_needed(key, program, request.cache_scope)
             num_samples = sum(request.num_samples for request in own if get_max_tokens(request) > 1)
             if num_samples and len({request.sampler for request in own}) == 1:
                 rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
-                self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
+                program = partial(self._make_slice_program, rows)
+                self._compiler.queue_needed(_make_slice_key(rows), program, own[0].cache_scope)
 
     def _make_prefill_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
         pool = self.pool.get_adapters(any_used=any_adapter)

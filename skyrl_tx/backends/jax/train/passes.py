@@ -122,6 +122,7 @@ class JaxPass(Pass):
         self._memory = memory
         self._limit = limit
         self._programs = programs if backward else None
+        self._turn = object()  # this pass, for the compiler
         self._requests = _group_by_request(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
         self._is_finished = self._has_shrunk = False
@@ -138,7 +139,7 @@ class JaxPass(Pass):
         if self._programs is not None:
             for shape in dict.fromkeys(map(self._get_shape, self._pending)):
                 if shape not in self._programs.ready:
-                    self._programs.queue_needed(shape)
+                    self._programs.queue_needed(shape, self._turn)
 
     def _plan_micro_batches(self, memory_plan: MemoryPlan) -> list[_PlannedMicroBatch]:
         planned: list[_PlannedMicroBatch] = []

@@ -5,7 +5,7 @@ read.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,12 @@ class TrainingPrograms:
             (shape, self._make_program(shape)) for shape in dict.fromkeys(shapes.iter_likely(popular))
         )
 
-    def queue_needed(self, shape: MicroBatchShape) -> None:
-        """Compile a program that a request needs now or soon, before the likely ones."""
-        self._compiler.queue_needed(shape, partial(self._make_program, shape))
+    def queue_needed(self, shape: MicroBatchShape, turn: Hashable) -> None:
+        """Compile a program that a pass needs now or soon, before the likely ones.
+
+        `turn` identifies the pass.
+        """
+        self._compiler.queue_needed(shape, partial(self._make_program, shape), turn)
 
     def wait(self, shape: MicroBatchShape, timeout_s: float) -> bool:
         """Wait until a needed program is ready, at most `timeout_s` seconds.

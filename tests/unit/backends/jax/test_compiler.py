@@ -77,6 +77,28 @@ def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler
     assert compiler.ready["e"].call() == "compiled e"
 
 
+def test_requests_take_turns(compiler: Compiler[str]) -> None:
+    """A request that needs many programs delays another one by the programs that are being compiled."""
+    order: list[str] = []
+    jitted = {name: FakeJitted(name, order) for name in ("first", "other", "a1", "a2", "a3", "b1")}
+    for name in ("first", "other"):  # one for each thread
+        compiler.queue_needed(name, lambda name=name: program(jitted[name]), "a")
+        assert jitted[name].started.wait(WAIT_S)
+
+    for name, turn in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("a3", "b")):
+        compiler.queue_needed(name, lambda name=name: program(jitted[name]), turn)
+    assert compiler.progress() == "compiled 0 of 6 programs in the background, 0 s"
+    expected = ["first", "a1", "b1", "a2", "a3"]
+    for name in expected:
+        jitted[name].allowed.set()
+        assert compiler.wait(name, WAIT_S)
+    assert order == expected, "b needs a3 too, which is compiled once"
+
+    jitted["other"].allowed.set()
+    assert compiler.wait("other", WAIT_S)
+    assert compiler.progress() is None
+
+
 def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "_IDLE_S", 0.2)
     monitor, order = CompilationMonitor(), list[str]()
