@@ -21,7 +21,7 @@ LOGPROBS = "logprobs"
 MAX_OPERATIONS = 256
 """Maximum number of operations.
 
-Compiling 256 takes 3 to 10 s on a CPU and blocks other requests; 1,024 take 40 s.
+Compiling 256 takes 3 to 10 s on a CPU; 1,024 take 40 s.
 """
 MAX_ELEMENTS = 2**26
 """Maximum number of elements of all values of a loss on one datum: 256 MiB."""

@@ -2,9 +2,9 @@
 
 Legend: T positions, K targets per position.
 
-Arrays are padded along T, so that one compiled program serves many lengths. Padding repeats the
-last element, and so do the results of every operation. Padding therefore contains a NaN only if the
-datum itself does. Reductions such as sums and means skip padding.
+Arrays are padded along T and K, so that one compiled program serves many datums. Padding repeats
+the last element, and so do the results of every operation. Padding therefore contains a NaN only if
+the datum itself does. Reductions such as sums and means skip padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,27 +68,31 @@ A mean is divided by the count without padding.
 """
 
 
+Sizes = Mapping[str, jax.Array]
+"""The number of elements before padding of "T" and of "K", int32."""
+
+
 def evaluate(
-    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, length: jax.Array
+    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, sizes: Sizes
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the loss of one datum and its metrics, float32 scalars.
 
     Args:
         loss: the custom loss, whose constants are not read.
-        inputs: one float32 array per entry of `loss.inputs`, padded along T with its last element.
+        inputs: one float32 array per entry of `loss.inputs`, padded with its last elements.
         constants: float32 [number of constants].
-        length: int32, the number of positions before padding.
+        sizes: the numbers of positions and of targets before padding.
     """
     values = [*inputs, *constants]
     shapes = loss.shapes()
     for operation, shape in zip(loss.operations, shapes[loss.num_leaves :], strict=True):
         read = [values[number] for number in operation.values]
-        values.append(_compute(operation, read, [shapes[number] for number in operation.values], shape, length))
+        values.append(_compute(operation, read, [shapes[number] for number in operation.values], shape, sizes))
     return values[loss.loss], {name: values[number] for name, number in loss.metrics.items()}
 
 
 def value_and_gradient(
-    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, length: jax.Array
+    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, sizes: Sizes
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Return the loss and metrics of `evaluate`, and d loss / d logprob.
 
@@ -96,14 +100,14 @@ def value_and_gradient(
     """
 
     def evaluate_logprobs(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return evaluate(loss, [logprobs, *inputs[1:]], constants, length)
+        return evaluate(loss, [logprobs, *inputs[1:]], constants, sizes)
 
     (value, metrics), gradient = jax.value_and_grad(evaluate_logprobs, has_aux=True)(inputs[0])
     return value, metrics, gradient
 
 
 def _compute(
-    operation: Operation, read: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, length: jax.Array
+    operation: Operation, read: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, sizes: Sizes
 ) -> jax.Array:
     name, options, x = operation.name, operation.options, read[0]
 
@@ -111,9 +115,9 @@ def _compute(
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](*read)
     if name in _REDUCTIONS:
-        return _reduce(name, x, shapes[0], options, length)
+        return _reduce(name, x, shapes[0], options, sizes)
     if name == "cumsum":
-        return jnp.cumsum(_mask_padding(x, shapes[0], options, 0.0, length), axis=options[0])
+        return jnp.cumsum(_mask_padding(x, shapes[0], options, 0.0, sizes), axis=options[0])
     if name == "broadcast":
         return jnp.broadcast_arrays(*read)[0]
     if name == "unsqueeze":
@@ -123,42 +127,40 @@ def _compute(
     axis = options[0]
     if name == "squeeze":
         return jnp.squeeze(x, axis)
-    size = _count_elements(shapes[0][axis], x.shape[axis], length)
+    size = _count_elements(shapes[0][axis], sizes)
     if name == "size":
         return size.astype(jnp.float32)
     if name == "select":
         index = options[1]
         return jnp.take(x, jnp.asarray(index) if index >= 0 else size + index, axis=axis, mode="clip")
 
-    # A slice along T repeats the last element of the result in its padding.
+    # A slice repeats the last element of the result in its padding.
     assert name == "slice", name
-    if shape[axis].symbol == "K":
-        return jax.lax.slice_in_dim(x, options[1], x.shape[axis] - options[2], axis=axis)
-    last = _count_elements(shape[axis], x.shape[axis], length) - 1
+    last = _count_elements(shape[axis], sizes) - 1
     return jnp.take(x, options[1] + jnp.minimum(jnp.arange(x.shape[axis]), last), axis=axis, mode="clip")
 
 
-def _count_elements(dim: Dim, padded: int, length: jax.Array) -> jax.Array:
-    """Return the number of elements before padding. Only T is padded."""
-    return length - dim.cut if dim.symbol == "T" else jnp.asarray(padded, jnp.int32)
+def _count_elements(dim: Dim, sizes: Sizes) -> jax.Array:
+    """Return the number of elements before padding."""
+    return jnp.asarray(1, jnp.int32) if dim.symbol == "1" else sizes[dim.symbol] - dim.cut
 
 
-def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, length: jax.Array) -> jax.Array:
+def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, sizes: Sizes) -> jax.Array:
     """Replace the padding of `x` along `axes` by a neutral value."""
     for axis in axes:
-        if shape[axis].symbol == "T":
-            mask = jnp.arange(x.shape[axis]) < _count_elements(shape[axis], x.shape[axis], length)
+        if shape[axis].symbol != "1":
+            mask = jnp.arange(x.shape[axis]) < _count_elements(shape[axis], sizes)
             x = jnp.where(jnp.expand_dims(mask, [other for other in range(x.ndim) if other != axis]), x, neutral)
     return x
 
 
-def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], length: jax.Array) -> jax.Array:
+def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], sizes: Sizes) -> jax.Array:
     keeps, axes = bool(options[0]), tuple(options[1:])
     function, neutral = _REDUCTIONS[name]
-    total = function(_mask_padding(x, shape, axes, neutral, length), axis=axes, keepdims=keeps)
+    total = function(_mask_padding(x, shape, axes, neutral, sizes), axis=axes, keepdims=keeps)
     if name != "mean":
         return total
     count = jnp.asarray(1, jnp.int32)
     for axis in axes:
-        count = count * _count_elements(shape[axis], x.shape[axis], length)
+        count = count * _count_elements(shape[axis], sizes)
     return total / count

@@ -18,7 +18,8 @@ from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.fast_jit import fast_jit
 
-PADDED_LENGTH = 16
+PADDED_SIZES = 16, 8
+"""Positions and targets after padding."""
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -35,7 +36,11 @@ def compile_upload(described: dict[str, Any]) -> CustomLoss:
 def pad(array: np.ndarray) -> np.ndarray:
     if array.ndim == 0:
         return array
-    return np.pad(array, ((0, PADDED_LENGTH - array.shape[0]), *(((0, 0),) * (array.ndim - 1))), mode="edge")
+    return np.pad(array, [(0, padded - size) for padded, size in zip(PADDED_SIZES, array.shape, strict=False)], "edge")
+
+
+def count_targets(inputs: list[np.ndarray]) -> int:
+    return max(array.shape[1] if array.ndim == 2 else 1 for array in inputs)
 
 
 def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> None:
@@ -48,14 +53,15 @@ def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> N
 
         for datum in described["data"]:
             inputs = [np.array(values, np.float32) for values in datum["inputs"]]
-            length = len(inputs[0])
-            value, metrics, gradient = function([pad(array) for array in inputs], constants, jnp.int32(length))
+            datum_sizes = {"T": jnp.int32(len(inputs[0])), "K": jnp.int32(count_targets(inputs))}
+            value, metrics, gradient = function([pad(array) for array in inputs], constants, datum_sizes)
+            region = tuple(map(slice, inputs[0].shape))
             np.testing.assert_allclose(value, datum["loss"], **TOLERANCE, err_msg=name)
             scale = max(1.0, float(np.abs(datum["gradient"]).max()))
             np.testing.assert_allclose(
-                np.asarray(gradient[:length]) / scale, np.array(datum["gradient"]) / scale, **TOLERANCE, err_msg=name
+                np.asarray(gradient)[region] / scale, np.array(datum["gradient"]) / scale, **TOLERANCE, err_msg=name
             )
-            assert not np.asarray(gradient[length:]).any(), f"{name}: padding has a gradient"
+            assert np.count_nonzero(gradient) == np.count_nonzero(gradient[region]), f"{name}: padding has a gradient"
             assert metrics.keys() == datum["metrics"].keys()
             for key, metric in metrics.items():
                 np.testing.assert_allclose(metric, datum["metrics"][key], **TOLERANCE, err_msg=name)

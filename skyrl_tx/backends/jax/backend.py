@@ -47,6 +47,7 @@ from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import warm_up
+from skyrl_tx.backends.jax.train.custom_losses import CustomLossPrograms, LossShape
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
@@ -114,6 +115,7 @@ class JaxBackend(AbstractBackend):
         self._config = JaxConfig.from_flags(config)
         self._is_started = False
         self._training_programs: TrainingPrograms | None = None
+        self._custom_losses: CustomLossPrograms | None = None
         self._sample_compiler: Compiler[Hashable] | None = None
 
     @override
@@ -241,6 +243,9 @@ class JaxBackend(AbstractBackend):
                 count_planned_bytes(config, self._params, self._model, self._sample_memory, self._max_models)
             )
         self._pool = TrainingStates(self._max_models)
+        self._custom_losses = CustomLossPrograms(
+            None if devices.is_distributed() else Compiler[LossShape](0, self._compilation)
+        )
         self._dispatch_limit = DispatchLimit()
 
     def _start_training_compiler(
@@ -287,6 +292,9 @@ class JaxBackend(AbstractBackend):
     def _stop_compiling(self) -> None:
         programs, self._training_programs = self._training_programs, None
         compiler, self._sample_compiler = self._sample_compiler, None
+        losses, self._custom_losses = self._custom_losses, None
+        if losses is not None:
+            losses.close()
         if programs is not None:
             programs.close()
         if compiler is not None:
@@ -350,6 +358,7 @@ class JaxBackend(AbstractBackend):
             limit=self._dispatch_limit,
             shards=self._shards,
             programs=self._training_programs,
+            losses=self._custom_losses,
         )
 
     @override

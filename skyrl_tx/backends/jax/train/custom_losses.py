@@ -11,23 +11,24 @@ for each loss. Instead a pass has three phases:
 
 The SDK does the same with two requests, in `forward_backward_custom`.
 
-Legend: N examples, T positions, K targets per position.
+Legend: T positions, K targets per position.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import jax
 import msgspec
 import numpy as np
 
+from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Program
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.custom_loss import CustomLoss
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.losses import custom
@@ -36,9 +37,10 @@ _MIN_LENGTH = 32
 _CHUNK_CELLS = 2**15
 """Number of cells (examples x positions x targets) in one array of a chunk.
 A single long example may have more."""
+MAX_SHAPES = 16
+"""How many programs one request may need. Each takes seconds to compile."""
 _MAX_PROGRAMS = 128
-"""How many compiled programs are kept.
-There is one for each structure of a loss and each padded length."""
+"""How many compiled programs are kept that no pass needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,76 +67,165 @@ def as_cross_entropy(example: PassExample, gradient: Float32Array | None = None)
     return replace(example, loss="cross_entropy", loss_inputs={TARGET_TOKENS: targets, "weights": weights}, custom=None)
 
 
-def evaluate(examples: Sequence[PassExample], logprobs: Sequence[Float32Array]) -> list[CustomLossValue]:
-    """Compute the custom loss of each example of a request from log-probabilities [T] or [T, K].
+@dataclass(frozen=True, slots=True)
+class LossShape:
+    """Everything that the program of a custom loss is compiled for."""
 
-    The padded shapes of an example depend only on the example itself, so results are
-    batch-invariant.
+    structure: bytes
+    """The loss without its name and constants.
+
+    Constants are arguments, so a client may change them in each step without a compilation.
     """
-    # Programs are cached by the structure of the loss, without its constants.
+    length: int
+    """The padded number of positions."""
+    num_targets: int
+    """The padded number of targets per position."""
+
+    @property
+    def chunk_size(self) -> int:
+        """The number of examples in one call."""
+        return max(1, _CHUNK_CELLS // (self.length * self.num_targets))
+
+    def make_program(self) -> Program:
+        """Return the program, with the shapes of its arguments."""
+        loss = msgspec.msgpack.decode(self.structure, type=CustomLoss)
+        sizes = self.chunk_size, self.length, self.num_targets
+        inputs = [jax.ShapeDtypeStruct(sizes[: 1 + declared.rank], np.float32) for declared in loss.inputs]
+        counts = jax.ShapeDtypeStruct(sizes[:1], np.int32)
+        arguments = inputs, np.zeros(len(loss.constants), np.float32), {"T": counts, "K": counts}
+        function = jax.jit(jax.vmap(partial(custom.value_and_gradient, loss), in_axes=(0, None, 0)))
+        return Program(function, arguments, {})
+
+
+def list_shapes(examples: Sequence[PassExample]) -> list[LossShape]:
+    """Return the shape of each example of a request, which depends only on the example itself.
+
+    Raises UserError if the request needs more than MAX_SHAPES programs.
+    """
     loss = examples[0].custom
     assert loss is not None
     structure = msgspec.msgpack.encode(replace(loss, name="", constants=(0.0,) * len(loss.constants)))
-    constants = np.array(loss.constants, np.float32)
+    shapes = [
+        LossShape(
+            structure,
+            max(next_power_of_two(example.tokens.size), _MIN_LENGTH),
+            next_power_of_two(_count_targets(example)),
+        )
+        for example in examples
+    ]
 
-    # Group the examples by padded shape.
-    by_shape: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, example in enumerate(examples):
-        by_shape[max(next_power_of_two(example.tokens.size), _MIN_LENGTH), _count_targets(example)].append(index)
-
-    # Evaluate each group in chunks of a fixed number of examples.
-    values: dict[int, CustomLossValue] = {}
-    for (length, num_targets), members in by_shape.items():
-        size = max(1, _CHUNK_CELLS // (length * num_targets))
-        for first in range(0, len(members), size):
-            chunk = members[first : first + size]
-            lengths = np.ones(size, np.int32)
-            lengths[: len(chunk)] = [examples[index].tokens.size for index in chunk]
-            inputs = [
-                _stack([_get_input(spec.name, examples[index], logprobs[index]) for index in chunk], length, size)
-                for spec in loss.inputs
-            ]
-            program = _get_program(structure, length, num_targets)
-            losses, metrics, gradients = jax.device_get(program(inputs, constants, lengths))
-
-            for row, index in enumerate(chunk):
-                values[index] = CustomLossValue(
-                    float(losses[row]),
-                    {name: float(metric[row]) for name, metric in metrics.items()},
-                    gradients[row, : lengths[row]].copy(),
-                )
-    return [values[index] for index in range(len(examples))]
+    if (num_shapes := len(set(shapes))) > MAX_SHAPES:
+        raise UserError(
+            f"data: its lengths and numbers of targets need {num_shapes} programs of loss {loss.name!r}, which is "
+            f"compiled for each power of two; at most {MAX_SHAPES} are allowed in one request. Split data into several "
+            "requests, with similar sizes in each"
+        )
+    return shapes
 
 
-@lru_cache(_MAX_PROGRAMS)
-def _get_program(structure: bytes, length: int, num_targets: int) -> Any:
-    """Return the compiled function for a structure and a shape.
+class CustomLossPrograms:
+    """The programs of custom losses, compiled in the background while their passes wait.
 
-    The constants of the loss are arguments, so a client may change them in each step without a
-    compilation.
+    A program is kept while a pass needs it, and afterwards until there are _MAX_PROGRAMS newer ones.
     """
-    loss = msgspec.msgpack.decode(structure, type=CustomLoss)
-    return jax.jit(jax.vmap(partial(custom.value_and_gradient, loss), in_axes=(0, None, 0)))
+
+    def __init__(self, compiler: Compiler[LossShape] | None = None) -> None:
+        """Without a compiler, programs are compiled when they are first called."""
+        self.ready: dict[LossShape, CompiledProgram] = {} if compiler is None else compiler.ready
+        """The compiled programs."""
+
+        self._compiler = compiler
+        self._num_passes: Counter[LossShape] = Counter()
+
+    def acquire(self, shapes: Collection[LossShape], turn: Hashable) -> None:
+        """Compile the programs that a pass needs, and keep them until it releases them.
+
+        `turn` identifies the pass.
+        """
+        self._num_passes.update(shapes)
+        for shape in shapes:
+            if self._compiler is not None:
+                self._compiler.queue_needed(shape, shape.make_program, turn)
+            elif shape not in self.ready:
+                self.ready[shape] = CompiledProgram(shape.make_program().compile_lazily())
+
+    def release(self, shapes: Collection[LossShape]) -> None:
+        """Take back an `acquire`."""
+        self._num_passes -= Counter(shapes)
+        idle = [shape for shape in list(self.ready) if shape not in self._num_passes]
+        for shape in idle[: max(len(idle) - _MAX_PROGRAMS, 0)]:
+            del self.ready[shape]
+
+    def wait(self, shape: LossShape, timeout_s: float) -> bool:
+        """Wait until a program is ready, at most `timeout_s` seconds. Returns whether it is."""
+        return self._compiler is None or self._compiler.wait(shape, timeout_s)
+
+    def close(self) -> None:
+        """Stop compiling. Idempotent."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def evaluate(
+        self, shapes: Sequence[LossShape], examples: Sequence[PassExample], logprobs: Sequence[Float32Array]
+    ) -> list[CustomLossValue]:
+        """Compute the custom loss of examples of a request from log-probabilities [T] or [T, K].
+
+        The padded shape of an example depends only on the example itself, so results are
+        batch-invariant. The programs must be ready.
+        """
+        loss = examples[0].custom
+        assert loss is not None
+        constants = np.array(loss.constants, np.float32)
+        by_shape: defaultdict[LossShape, list[int]] = defaultdict(list)
+        for index, shape in enumerate(shapes):
+            by_shape[shape].append(index)
+
+        # Evaluate the examples of each shape in chunks of a fixed size.
+        values: dict[int, CustomLossValue] = {}
+        for shape, members in by_shape.items():
+            program = self.ready[shape]
+            for first in range(0, len(members), shape.chunk_size):
+                chunk = members[first : first + shape.chunk_size]
+                sizes = {"T": np.ones(shape.chunk_size, np.int32), "K": np.ones(shape.chunk_size, np.int32)}
+                sizes["T"][: len(chunk)] = [examples[index].tokens.size for index in chunk]
+                sizes["K"][: len(chunk)] = [_count_targets(examples[index]) for index in chunk]
+                inputs = [
+                    _stack([_get_input(spec.name, examples[index], logprobs[index]) for index in chunk], shape)
+                    for spec in loss.inputs
+                ]
+                program.num_calls += 1
+                losses, metrics, gradients = jax.device_get(program.call(inputs, constants, sizes))
+
+                # Read the results without padding.
+                for row, index in enumerate(chunk):
+                    region = tuple(slice(size) for size in logprobs[index].shape)
+                    values[index] = CustomLossValue(
+                        float(losses[row]),
+                        {name: float(metric[row]) for name, metric in metrics.items()},
+                        gradients[row][region].copy(),
+                    )
+        return [values[index] for index in range(len(examples))]
 
 
 def _get_input(name: str, example: PassExample, logprobs: Float32Array) -> NumberArray:
     return logprobs if name == "logprobs" else example.loss_inputs[name]
 
 
-def _stack(arrays: Sequence[NumberArray], length: int, size: int) -> Float32Array:
+def _stack(arrays: Sequence[NumberArray], shape: LossShape) -> Float32Array:
     """Stack arrays [T, ...] to one array [size, length, ...].
 
-    Positions are padded with the last element of the array, and missing rows with zeros. Arrays
-    without dims become [size].
+    Positions and targets are padded with the last ones of the array, and missing rows with zeros.
+    Arrays without dims become [size].
     """
-    first = arrays[0]
-    stacked = np.zeros((size, *((length, *first.shape[1:]) if first.ndim else ())), np.float32)
+    padded = (shape.length, shape.num_targets)[: arrays[0].ndim]
+    stacked = np.zeros((shape.chunk_size, *padded), np.float32)
     for row, array in enumerate(arrays):
-        if array.ndim == 0:
-            stacked[row] = array
-        else:
-            stacked[row, : len(array)] = array
-            stacked[row, len(array) :] = array[-1]
+        example = stacked[row, ...]  # a view, also without dims
+        example[tuple(map(slice, array.shape))] = array
+        if array.ndim > 0:
+            example[array.shape[0] :] = example[array.shape[0] - 1]
+        if array.ndim > 1:
+            example[:, array.shape[1] :] = example[:, array.shape[1] - 1 : array.shape[1]]
     return stacked
 
 

@@ -8,9 +8,10 @@ micro-batches.
 import logging
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +23,7 @@ from skyrl_tx.backends.jax.devices import drain_devices, fetch, is_distributed, 
 from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training
+from skyrl_tx.backends.jax.train.custom_losses import CustomLossPrograms, LossShape
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms
 from skyrl_tx.backends.jax.train.training_state import TrainingState, TrainingStates, make_zero_gradient
 from skyrl_tx.contract.backend import Pass
@@ -54,6 +56,8 @@ class _Request:
     custom: tuple[PassExample, ...] = ()
     """The examples with their custom loss.
     `examples` then have a cross-entropy with weights of zero instead."""
+    loss_shapes: tuple[LossShape, ...] = ()
+    """The shape of the custom loss of each example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class _PlannedMicroBatch:
     request: _Request
     plan: packing.MicroBatchPlan
     is_last: bool
+
+    @property
+    def loss_shapes(self) -> list[LossShape]:
+        """The shape of the custom loss of each example; empty without a custom loss."""
+        return [self.request.loss_shapes[index] for index in self.plan.members] if self.request.custom else []
 
 
 class DispatchLimit:
@@ -107,8 +116,9 @@ class JaxPass(Pass):
         limit: DispatchLimit,
         shards: tuple[int, int],
         programs: TrainingPrograms | None = None,
+        losses: CustomLossPrograms | None = None,
     ) -> None:
-        """Plan the micro-batches.
+        """Plan the micro-batches. Raises UserError if a request needs too many custom programs.
 
         `shards` are the number of shards of the batch, which is the number of rows of a
         micro-batch, and the number of shards of a row's tokens. Without `programs`, programs are
@@ -122,11 +132,16 @@ class JaxPass(Pass):
         self._memory = memory
         self._limit = limit
         self._programs = programs if backward else None
-        self._turn = object()  # this pass, for the compiler
+        self._losses = CustomLossPrograms() if losses is None else losses
+
+        # Plan the micro-batches, and compile what they need.
+        self._turn = object()  # this pass, for the compilers
         self._requests = _group_by_request(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
         self._is_finished = self._has_shrunk = False
         self._restart(memory.plan)
+        self._loss_shapes = {shape for request in self._requests for shape in request.loss_shapes}
+        self._losses.acquire(self._loss_shapes, self._turn)
 
     def _restart(self, memory_plan: MemoryPlan) -> None:
         """Discard all results, and plan all micro-batches with a memory plan."""
@@ -151,17 +166,15 @@ class JaxPass(Pass):
     @property
     @override
     def is_waiting(self) -> bool:
-        programs, pending = self._programs, self._pending
-        return programs is not None and bool(pending) and self._get_shape(pending[0]) not in programs.ready
+        return self._find_missing_program() is not None
 
     @override
     def step(self) -> bool:
         assert not self._is_finished, "this pass has ended"
 
-        # Wait a short time for the program.
-        if (programs := self._programs) is not None and self.is_waiting:
-            is_ready = programs.wait(self._get_shape(self._pending[0]), PROGRAM_WAIT_S)
-            if not is_ready:
+        # Wait a short time for the programs.
+        while (wait := self._find_missing_program()) is not None:
+            if not wait(PROGRAM_WAIT_S):
                 return False
 
         # Dispatch the next micro-batch.
@@ -174,6 +187,17 @@ class JaxPass(Pass):
                 self._limit.add(outputs, planned.plan.num_tokens - num_tokens)
                 self._dispatched.append((planned, outputs))
         return not self._pending
+
+    def _find_missing_program(self) -> Callable[[float], bool] | None:
+        """Return a function that waits for a program that the next micro-batch needs, if any is missing."""
+        if not self._pending:
+            return None
+        planned = self._pending[0]
+        if (programs := self._programs) is not None and (shape := self._get_shape(planned)) not in programs.ready:
+            return partial(programs.wait, shape)
+        needed = planned.loss_shapes
+        missing = next((shape for shape in needed if shape not in self._losses.ready), None)
+        return None if missing is None else partial(self._losses.wait, missing)
 
     @override
     def results(self) -> list[PassResult]:
@@ -193,7 +217,7 @@ class JaxPass(Pass):
             request = planned.request
             if request.custom:
                 if not self._backward:
-                    results |= _evaluate_custom_loss(planned, output)[1]
+                    results |= self._evaluate_custom_loss(planned, output)[1]
                 continue
             for index, result in packing.read_results(planned.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
@@ -210,6 +234,8 @@ class JaxPass(Pass):
     def abort(self) -> None:
         self._is_finished = True
         self._pending.clear()
+        self._losses.release(self._loss_shapes)
+        self._loss_shapes = set()
         self._dispatched, self._gradients, self._request_gradient = [], {}, None
         self._custom_results = {}
 
@@ -286,7 +312,7 @@ class JaxPass(Pass):
             outputs = training.forward(self._params, adapter, batch, config=self._config)
             if not self._backward:
                 return outputs
-            weighted, custom_results = _evaluate_custom_loss(planned, fetch(outputs))
+            weighted, custom_results = self._evaluate_custom_loss(planned, fetch(outputs))
             self._custom_results |= custom_results
             batch = packing.fill_micro_batch(planned.plan, weighted)
 
@@ -309,26 +335,27 @@ class JaxPass(Pass):
             self._request_gradient = None
         return outputs
 
+    def _evaluate_custom_loss(
+        self, planned: _PlannedMicroBatch, outputs: Any
+    ) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
+        """Evaluate the custom loss of a micro-batch from its outputs on the host.
 
-def _evaluate_custom_loss(
-    planned: _PlannedMicroBatch, outputs: Any
-) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
-    """Evaluate the custom loss of a micro-batch from its outputs on the host.
+        Returns the examples of the request, in which the examples of the micro-batch have a
+        cross-entropy with the gradient of the custom loss, and the results of the micro-batch's
+        examples by their index in the batch.
+        """
+        request = planned.request
+        forward = dict(packing.read_results(planned.plan, request.examples, outputs.logprobs, outputs.loss))
+        logprobs = [result.logprobs for result in forward.values()]
+        values = self._losses.evaluate(
+            [request.loss_shapes[index] for index in forward], [request.custom[index] for index in forward], logprobs
+        )
 
-    Returns the examples of the request, in which the examples of the micro-batch have a
-    cross-entropy with the gradient of the custom loss, and the results of the micro-batch's
-    examples by their index in the batch.
-    """
-    request = planned.request
-    forward = dict(packing.read_results(planned.plan, request.examples, outputs.logprobs, outputs.loss))
-    logprobs = [result.logprobs for result in forward.values()]
-    values = custom_losses.evaluate([request.custom[index] for index in forward], logprobs)
-
-    examples, results = list(request.examples), dict[int, PassResult]()
-    for index, example_logprobs, value in zip(forward, logprobs, values, strict=True):
-        examples[index] = custom_losses.as_cross_entropy(request.custom[index], value.gradient)
-        results[request.start + index] = value.to_result(example_logprobs)
-    return tuple(examples), results
+        examples, results = list(request.examples), dict[int, PassResult]()
+        for index, example_logprobs, value in zip(forward, logprobs, values, strict=True):
+            examples[index] = custom_losses.as_cross_entropy(request.custom[index], value.gradient)
+            results[request.start + index] = value.to_result(example_logprobs)
+        return tuple(examples), results
 
 
 def _group_by_request(examples: tuple[PassExample, ...]) -> list[_Request]:
@@ -340,7 +367,8 @@ def _group_by_request(examples: tuple[PassExample, ...]) -> list[_Request]:
             requests.append(_Request(members[0].model_id, start, members))
         else:
             plain = tuple(map(custom_losses.as_cross_entropy, members))
-            requests.append(_Request(members[0].model_id, start, plain, custom=members))
+            shapes = tuple(custom_losses.list_shapes(members))
+            requests.append(_Request(members[0].model_id, start, plain, members, shapes))
         start += len(members)
     assert len({request.examples[0].request_id for request in requests}) == len(requests), "a request is not adjacent"
     return requests

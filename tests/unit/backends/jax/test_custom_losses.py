@@ -1,5 +1,6 @@
 """A custom loss in a pass has the gradient of the same built-in loss, and is batch-invariant."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.compiler import Program
 from skyrl_tx.backends.jax.train import custom_losses
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from tests.support.tiny import tiny_backend
@@ -148,9 +151,79 @@ def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
 
 def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend: JaxBackend) -> None:
     compute_gradient(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), (40,)))
-    before, kept = backend.meters().compilations, custom_losses._get_program.cache_info().currsize
+    before = backend.meters().compilations
     for scale, length in ((0.5, 40), (0.25, 41)):
         changed = replace(importance_sampling(scale), name=f"ratio {scale}")
         compute_gradient(backend, MODEL, *examples(CUSTOM, MODEL, changed, (length,)))
     assert backend.meters().compilations == before
-    assert custom_losses._get_program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS
+
+
+def evaluate(loss: CustomLoss, *shapes: tuple[int, ...]) -> list[custom_losses.CustomLossValue]:
+    """Evaluate a loss of random log-probabilities."""
+    batch = list(examples(CUSTOM, MODEL, loss, *shapes))
+    programs, padded = custom_losses.CustomLossPrograms(), custom_losses.list_shapes(batch)
+    programs.acquire(set(padded), "a pass")
+    return programs.evaluate(padded, batch, [example.loss_inputs["sampled"] - 0.5 for example in batch])
+
+
+def test_numbers_of_targets_are_padded_to_powers_of_two() -> None:
+    loss = importance_sampling(rank=2)
+    batch = list(examples(CUSTOM, MODEL, loss, (9, 5), (12, 8), (11, 3), (40, 5)))
+    padded = custom_losses.list_shapes(batch)
+    assert [(shape.length, shape.num_targets) for shape in padded] == [(32, 8), (32, 8), (32, 4), (64, 8)]
+
+    for example, value in zip(batch, evaluate(loss, (9, 5), (12, 8), (11, 3), (40, 5)), strict=True):
+        gradient = -np.exp(np.float32(-0.5)) * example.loss_inputs["advantages"]
+        np.testing.assert_allclose(value.gradient, gradient, rtol=1e-6)
+        assert value.loss == pytest.approx(gradient.sum(dtype=np.float64), abs=1e-5)
+        assert value.metrics == pytest.approx({"custom/ratio:mean": np.exp(-0.5)})
+
+
+def test_a_request_that_needs_too_many_programs_is_refused() -> None:
+    """With 1 to 1,024 targets per position at 2 lengths, it needs 22 programs."""
+    sizes = [(length, 2**power) for length in (9, 40) for power in range(11)]
+    batch = list(examples(CUSTOM, MODEL, importance_sampling(rank=2), *sizes))
+    with pytest.raises(UserError, match="data: its lengths and numbers of targets need 22 programs of loss 'ratio'"):
+        custom_losses.list_shapes(batch)
+    assert len(custom_losses.list_shapes(batch[: custom_losses.MAX_SHAPES])) == custom_losses.MAX_SHAPES
+
+
+def test_a_pass_keeps_its_programs_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_losses, "_MAX_PROGRAMS", 1)
+    programs = custom_losses.CustomLossPrograms()
+    shapes = custom_losses.list_shapes(list(examples(CUSTOM, MODEL, importance_sampling(), (9,), (40,), (70,))))
+    programs.acquire(shapes, "first")
+    programs.acquire(shapes[:1], "second")
+    programs.release(shapes)
+    assert set(programs.ready) == {shapes[0], shapes[2]}
+    programs.release(shapes[:1])
+    assert set(programs.ready) == {shapes[2]}
+
+
+def test_a_pass_waits_for_its_loss_while_another_pass_runs(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program compiles on another thread, and `step` returns without a micro-batch."""
+    allowed, compile_program = threading.Event(), Program.compile
+
+    def compile_when_allowed(program: Program) -> Any:
+        assert allowed.wait(30)
+        return compile_program(program)
+
+    monkeypatch.setattr(Program, "compile", compile_when_allowed)
+    loss = replace(
+        importance_sampling(), operations=(*importance_sampling().operations, Operation(name="abs", values=(8,)))
+    )
+    batch = PreparedModelPassBatch(examples=tuple(examples(CUSTOM, MODEL, loss, (40,))))
+    for backward in (False, True):
+        slow = backend.begin_pass(batch, backward=backward)
+        assert slow.is_waiting and not slow.step() and slow.is_waiting
+        slow.abort()
+
+    slow = backend.begin_pass(batch, backward=False)
+    other = backend.begin_pass(
+        PreparedModelPassBatch(examples=tuple(examples(PLAIN, OTHER, None, (40,)))), backward=False
+    )
+    assert not other.is_waiting and other.step() and len(other.results()) == 1
+    allowed.set()
+    assert len(slow.results()) == 1 and not slow.is_waiting
