@@ -97,7 +97,8 @@ def plan_training_memory(
 
     # Choose the plan.
     if costs is None:
-        reason = "the device does not report its memory"
+        is_cpu = next(iter(params.embed.devices())).platform == "cpu"
+        reason = f"the default {'on a CPU' if is_cpu else 'for a device that does not report its memory'}"
         plan = make_default_memory_plan(config)
     else:
         free = _get_reported_free_bytes(params)

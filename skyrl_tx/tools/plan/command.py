@@ -14,7 +14,7 @@ from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devices
+from skyrl_tx.tools.plan.hardware import HOW_TO_PLAN_THIS_MACHINE, KINDS, DeviceError, Devices, parse_devices
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
@@ -45,7 +45,6 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
     parser.add_argument(
         "--device",
         type=_parse_devices,
-        required=True,
         metavar="NAME[:TOPOLOGY]",
         help=f"the devices, for example h200, h200:8, v5e:2x4 or v5p:2x2x1; the names are {', '.join(KINDS)}",
     )
@@ -82,6 +81,9 @@ def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> 
 
     Raises CommandError, which names the flag, if no plan can be made.
     """
+    if arguments.device is None:
+        raise CommandError(f"--device is required, for example --device h200:8; {HOW_TO_PLAN_THIS_MACHINE}", status=2)
+
     # Apply the short flags to the settings of the backend.
     if not isinstance(settings.backend_config, JaxFlags):
         raise CommandError(f"--backend {settings.backend}: `plan` supports only the backend jax", status=2)

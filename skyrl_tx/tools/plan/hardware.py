@@ -129,12 +129,18 @@ KINDS = {
 }
 
 
+HOW_TO_PLAN_THIS_MACHINE = (
+    "for this machine, for example a laptop without an accelerator, use `skyrl-tx doctor --base-model MODEL`"
+)
+
+
 def parse_devices(text: str) -> Devices:
     """Parse the name of devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1. Raises DeviceError."""
     name, colon, topology = text.lower().partition(":")
     kind = KINDS.get(name)
     if kind is None:
-        raise DeviceError(f"unknown device {name!r}; the known devices are {', '.join(KINDS)}")
+        known = f"unknown device {name!r}; the known devices are {', '.join(KINDS)}"
+        raise DeviceError(f"{known}; {HOW_TO_PLAN_THIS_MACHINE}")
     if kind.family == "gpu":
         _read_gpu_share()
     if not colon:

@@ -150,7 +150,7 @@ def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog)
         assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None) == MemoryPlan(
             DEFAULT_MICRO_BATCH_TOKENS, remat=False
         )
-    assert "1024 tokens, results of matrix products kept: the device does not report its memory" in caplog.text
+    assert "1024 tokens, results of matrix products kept: the default on a CPU" in caplog.text
 
 
 def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny, monkeypatch):

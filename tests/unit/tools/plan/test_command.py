@@ -184,7 +184,7 @@ def test_a_context_above_the_models_is_a_warning(dense: str, capsys: pytest.Capt
         (("--device", "h200", "--mesh", "tp=0"), "argument --mesh: 'tp=0'"),
         (("--device", "h200", "--context", "0"), "argument --context: '0' must be a whole number from 1"),
         (("--device", "h200", "--adapters", "many"), "argument --adapters: 'many'"),
-        ((), "arguments are required: --device"),
+        (("--device", "cpu"), "for this machine, for example a laptop without an accelerator, use `skyrl-tx doctor"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -202,6 +202,7 @@ def test_wrong_flags_are_named(
         (("--device", "h200:3", "--mesh", "tp=3"), "--mesh: tp=3 does not divide vocab_size = 151936"),
         (("--device", "h200:2", "--mesh", "ep=2"), "--mesh: ep=2: the model has no experts"),
         (("--device", "h200", "--backend", "fake"), "--backend fake"),
+        ((), "--device is required, for example --device h200:8; for this machine, for example a laptop without"),
     ],
 )
 def test_what_does_not_go_together_is_named(
