@@ -2,6 +2,10 @@
 
 from enum import StrEnum
 
+from skyrl_tx.process.text import make_visible
+
+MAX_MESSAGE_CHARS = 2000
+
 
 class ErrorCategory(StrEnum):
     """The side that has to fix an error (see tinker/types/request_error_category.py)."""
@@ -12,13 +16,17 @@ class ErrorCategory(StrEnum):
 
 
 class RequestError(Exception):
-    """One request failed. The client receives the message."""
+    """One request failed. The client receives the message.
+
+    A message may quote text of the client. Hidden characters in it are replaced, and a long message
+    is truncated, so every database can store it.
+    """
 
     category = ErrorCategory.UNKNOWN
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = make_visible(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
 
 
 class UserError(RequestError):

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
@@ -23,7 +22,6 @@ from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
@@ -90,10 +88,10 @@ class EngineContext:
         failure = Failure(message=error.message, category=error.category)
 
         # Mark the gradient as incomplete after a failed forward_backward.
-        request, model_id, rows = queued.request, queued.model_id, None
+        request, model_id, incomplete = queued.request, queued.model_id, None
         if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:
             with suppress(RequestError):  # the model may not exist
                 model = self.models.get(model_id)
-                model.gradient_error = cause = model.gradient_error or failure.message
-                rows = partial(models.set_incomplete_gradient, model_id=model_id, message=cause)
-        self.request_log.commit(queued, failure, rows)
+                model.gradient_error = model.gradient_error or failure.message
+                incomplete = model_id, model.gradient_error
+        self.request_log.commit_failure(queued, failure, incomplete)

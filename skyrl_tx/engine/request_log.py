@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from sqlmodel import Session
 
@@ -30,6 +31,7 @@ from skyrl_tx.store.futures import PendingRequest, StoredRequest
 _log = logging.getLogger(__name__)
 _TOUCH_PERIOD_S = 5.0  # `last_request_at` is only informative: rare updates keep commits short
 _MAX_TOUCHED = 1000
+_PLAIN_FAILURE = "the request failed, and the database refused to store the reason"
 DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
@@ -198,10 +200,37 @@ class RequestLog:
             rows: Writes dependent rows.
             effect_order: The log sequence number. None if the request did not change its model.
             observed: Writes the rows of observers. Skipped if the request already has a result,
-                for example because it was cancelled.
+                for example because it was cancelled, and if the database refuses one of their values.
         """
+        write = self._make_transaction(queued, result, rows, observed, effect_order)
+        self._commit(
+            queued, result, write, lambda tx: self._make_transaction(queued, result, rows, None, effect_order)(tx)
+        )
+
+    def commit_failure(self, queued: QueuedRequest, failure: Failure, incomplete: tuple[ModelId, str] | None) -> None:
+        """Commit a failure, and why the gradient of its model is incomplete from now on, if it is.
+
+        A failure can always be committed: if the database refuses a text, it gets a plain one.
+        """
+
+        def make(failure: Failure, reason: str) -> Callable[[Session], None]:
+            rows = None
+            if incomplete is not None:
+                rows = partial(models.set_incomplete_gradient, model_id=incomplete[0], message=reason)
+            return self._make_transaction(queued, failure, rows, None)
+
+        plain = make(replace(failure, message=_PLAIN_FAILURE), _PLAIN_FAILURE)
+        self._commit(queued, failure, make(failure, "" if incomplete is None else incomplete[1]), plain)
+
+    def _commit(
+        self,
+        queued: QueuedRequest,
+        result: Result,
+        write: Callable[[Session], None],
+        if_refused: Callable[[Session], None],
+    ) -> None:
         failpoint("engine.result")
-        written = self.store.write_soon(self._make_transaction(queued, result, rows, observed, effect_order))
+        written = self.store.write_soon(write, if_refused)
         self._count_result(queued, result)
         written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
         self._pending.append(written)

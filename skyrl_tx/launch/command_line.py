@@ -26,6 +26,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import make_line
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
@@ -75,6 +76,10 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
             return run(arguments)
         except (UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
             raise CommandError(str(error)) from error
+        except PermissionError as error:
+            if not Path(error.filename or "").is_relative_to(arguments.data_dir):
+                raise
+            raise CommandError(f"--data-dir {explain_os_error(error, arguments.data_dir)}") from error
 
     # The flags have environment variables, like the settings of the server.
     parser.add_argument(
@@ -120,16 +125,19 @@ def finish_list_parser(
     finish_parser(parser, run)
 
 
-def open_database(arguments: argparse.Namespace, *, create: bool = False) -> closing[Store]:
+def open_database(
+    arguments: argparse.Namespace, *, create: bool = False, accepts_older: bool = False
+) -> closing[Store]:
     """Open the database. A server may be using it.
 
-    Raises CommandError if it does not exist, unless `create`.
+    Raises CommandError if it does not exist, unless `create`, and StoreError if an older release
+    wrote it, unless `accepts_older`.
     """
     data_dir: Path = arguments.data_dir
     url: str | None = arguments.database_url or None
     if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
         raise CommandError(f"--data-dir {data_dir}: no server has stored anything there")
-    return closing(Store.open(data_dir, role="tool", url=url))
+    return closing(Store.open(data_dir, role="tool", url=url, creates=create, accepts_older=accepts_older))
 
 
 def find_checkpoint(store: Store, text: str) -> CheckpointRow:

@@ -5,10 +5,11 @@ import time
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import checkpoints, keys, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -20,8 +21,10 @@ def open_database(settings: ServerSettings) -> Store:
     """Open the database as the API process does. Raises CannotServe if it cannot be opened."""
     try:
         return Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
-    except (StoreInUse, StoreError, OSError) as error:
+    except StoreError as error:
         raise CannotServe(str(error)) from error
+    except OSError as error:
+        raise CannotServe(f"--data-dir {explain_os_error(error, settings.data_dir)}") from error
 
 
 def open_api_database(settings: ServerSettings) -> Store:

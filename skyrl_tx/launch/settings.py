@@ -30,6 +30,7 @@ from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, list_launchers
 from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
+from skyrl_tx.process.paths import get_home
 from skyrl_tx.process.setup import LogFormat, LogLevel
 from skyrl_tx.server.settings import ApiFlags, ApiSettings
 
@@ -50,7 +51,7 @@ class SettingsError(CommandError):
 def get_default_data_dir() -> Path:
     """Return the default data directory, by the XDG base directory specification."""
     home = os.environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
+    return (Path(home) if home else get_home() / ".local" / "share") / "skyrl_tx"
 
 
 class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[reportIncompatibleVariableOverride]

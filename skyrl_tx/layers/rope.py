@@ -20,6 +20,11 @@ class Rope:
     """The RoPE frequencies of a model. Fields are named as in its Hugging Face config.
 
     - `linear` divides all frequencies by `factor`.
+    - `dynamic` changes the frequencies of sequences above the context of the config, which the
+      server does not accept.
+    - `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by its `short_factor`.
+      It has other factors for sequences above the original context, which the server does not
+      accept.
     - `llama3` (the scaling of Llama 3.1) divides low frequencies only: those with wavelengths above
       original / low_freq_factor. It interpolates smoothly down to wavelengths of original /
       high_freq_factor.
@@ -30,7 +35,7 @@ class Rope:
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -40,15 +45,30 @@ class Rope:
     truncate: bool = True
     """Whether the ends of YaRN's ramp are rounded to whole pairs."""
     attention_factor: float | None = None
-    """The amplitude of YaRN, if it does not follow from the other numbers."""
+    """The amplitude of YaRN or LongRoPE, if it does not follow from the other numbers."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] = ()
+
+    def extend_context(self, length: int) -> int:
+        """Return the maximum length of a sequence, given the length in the config.
+
+        The config may have the length before the scaling.
+        """
+        if self.kind == "linear":
+            return int(length * max(self.factor, 1.0))
+        if self.kind == "longrope":
+            return min(length, int(self.original_max_position_embeddings))
+        is_scaled = self.kind in ("yarn", "llama3")
+        return max(length, int(self.factor * self.original_max_position_embeddings)) if is_scaled else length
 
     def compute_frequencies(self, head_dim: int) -> np.ndarray:
         """Return the angle per position of each pair of dims, float32 [H / 2]."""
         plain = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
         if self.kind == "linear":
             return (plain / self.factor).astype(np.float32)
+        if self.kind == "longrope":
+            return (plain / np.array(self.short_factor, np.float32)).astype(np.float32)
         if self.kind == "llama3":
             turns = self.original_max_position_embeddings * plain / (2 * math.pi)  # within the original context
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -76,10 +96,13 @@ class Rope:
     @property
     def amplitude(self) -> float:
         """The factor of cosine and sine."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            original = self.original_max_position_embeddings
+            return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
 
         if self.mscale and self.mscale_all_dim:
             return self._compute_mscale(self.mscale) / self._compute_mscale(self.mscale_all_dim)

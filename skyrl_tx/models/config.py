@@ -198,12 +198,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "original_max_position_embeddings", "short_factor"}),
 }
 OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}),
+    "longrope": frozenset({"attention_factor", "long_factor"}),
 }
+_ABSENT_IF_ZERO = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+"""Keys that transformers treats as absent if they are 0."""
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def check_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
@@ -234,10 +240,24 @@ def check_supported(hf: HfConfig, *, reads: frozenset[str]) -> None:
         raise UnsupportedModel(f"config.json has layer_types with {unsupported}; supported: 'full_attention'")
 
 
+def get_rope(hf: HfConfig) -> tuple[str, HfConfig]:
+    """Return the rope description and its key.
+
+    The key is `rope_parameters` (transformers 5) or `rope_scaling` (before). Raises
+    UnsupportedModel if the config has two different descriptions.
+    """
+    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise UnsupportedModel(f"config.json has rope_parameters and rope_scaling, which differ: {given}; remove one")
+    name, rope = next(iter(given.items()), ("rope_parameters", {}))
+    if not isinstance(rope, Mapping):
+        raise UnsupportedModel(f"config.json has {name} = {rope!r}; it must be an object")
+    return name, rope
+
+
 def read_rope(hf: HfConfig) -> Rope:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    """Read the description of `get_rope`, with the defaults of transformers."""
+    name, given = get_rope(hf)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r}; supported: {', '.join(ROPE_KEYS)}")
@@ -251,19 +271,37 @@ def read_rope(hf: HfConfig) -> Rope:
             f"config.json has {name} with {sorted(extra - neutral)}, which type {kind!r} does not support"
         )
 
-    # Check the required keys.
-    values = {key: value for key, value in given.items() if value is not None}
+    # Fill in the defaults, and check the required keys.
+    values = {key: value for key, value in given.items() if value is not None and (value or key not in _ABSENT_IF_ZERO)}
+    if _ORIGINAL in ROPE_KEYS[kind]:
+        length = hf.get("max_position_embeddings")
+        values[_ORIGINAL] = original = hf.get(_ORIGINAL) or values.get(_ORIGINAL) or length
+        if kind in ("yarn", "longrope") and "factor" not in values and length and original:
+            values["factor"] = length / original
     missing = ROPE_KEYS[kind] - set(values)
     if missing:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r} without {sorted(missing)}")
 
-    theta = given.get("rope_theta", hf.get("rope_theta"))
+    # Check the values.
+    theta = values.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise UnsupportedModel("config.json has no rope_theta")
-    fields: dict[str, Any] = {key: float(values[key]) for key in (ROPE_KEYS[kind] | optional) & set(values)}
-    if "truncate" in fields:
-        fields["truncate"] = bool(fields["truncate"])
-    return Rope(theta=float(theta), kind=kind, **fields)
+    fields: dict[str, Any] = {"theta": _read_number("rope_theta", theta)}
+    for key in sorted((ROPE_KEYS[kind] | optional) & set(values) - {"long_factor"}):
+        value, path = values[key], f"{name}.{key}"
+        if key == "short_factor":
+            fields[key] = tuple(
+                _read_number(path, number) for number in (value if isinstance(value, list) else [value])
+            )
+        else:
+            fields[key] = bool(value) if key == "truncate" else _read_number(path, value)
+    return Rope(kind=kind, **fields)
+
+
+def _read_number(path: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UnsupportedModel(f"config.json has {path} = {value!r}; it must be a number above 0")
+    return float(value)
 
 
 _QUANTIZATION_KEY = "quantization_config"

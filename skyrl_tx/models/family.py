@@ -38,6 +38,7 @@ from skyrl_tx.models.config import (
     HfConfig,
     ModelConfig,
     check_supported,
+    get_rope,
     group_blocks,
     read_rope,
     read_size,
@@ -65,6 +66,8 @@ class ModelFamily:
     """Config keys that this family names differently, with the usual name of each."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by the square root of the hidden size."""
+    extends_context: bool = True
+    """Whether `max_position_embeddings` may be the context before the scaling of the rope."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of keys that a checkpoint may omit
 
     @property
@@ -81,20 +84,33 @@ class ModelFamily:
         hf = {**self.defaults, **get_text_config(hf)}
         hf |= {name: hf.pop(key) for key, name in self.renamed.items() if key in hf}
         check_supported(hf, reads=self.reads)
+        blocks, length = self.read_blocks(hf), read_size(hf, "max_position_embeddings")
+        extended = _extend_context(blocks, length)
         return ModelConfig(
             architecture=self.architecture,
             vocab_size=read_size(hf, "vocab_size"),
             hidden_size=read_size(hf, "hidden_size"),
             norm_epsilon=read_epsilon(hf),
-            max_context_length=read_size(hf, "max_position_embeddings"),
+            max_context_length=extended if self.extends_context else min(extended, length),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            groups=group_blocks(self.read_blocks(hf)),
+            groups=group_blocks(blocks),
             scales_embeddings=self.scales_embeddings,
         )
 
     def bind_weights(self, config: ModelConfig) -> WeightMap:
         """Return the weight rules, with the rows of tensors that multiple parameters share."""
         return bind_rows(self.weights, flatten(describe_params(config)))
+
+
+def _extend_context(blocks: Iterable[Block], length: int) -> int:
+    """Return the context length of layers, given `max_position_embeddings`."""
+    rotations = {block.mixer.rotation for block in blocks if block.mixer is not None} - {None}
+    for rope, num_dims in filter(None, rotations):
+        if rope.short_factor and len(rope.short_factor) != num_dims // 2:
+            raise UnsupportedModel(
+                f"config.json has {len(rope.short_factor)} numbers in short_factor; there must be {num_dims // 2}"
+            )
+    return min((rope.extend_context(length) for rope, _ in filter(None, rotations)), default=length)
 
 
 def get_text_config(hf: HfConfig) -> HfConfig:
@@ -132,9 +148,10 @@ def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = Fal
 
 def read_partial_rope_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False) -> Attention:
     """Read attention that rotates only a part of each head, the `partial_rotary_factor`."""
-    rope = dict(hf.get("rope_parameters") or {})
-    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
-    attention = read_attention({**hf, "rope_parameters": rope}, has_bias=has_bias, has_norm=has_norm)
+    name, given = get_rope(hf)
+    rope = dict(given)
+    share = rope.pop("partial_rotary_factor", None) or hf["partial_rotary_factor"]
+    attention = read_attention({**hf, name: rope}, has_bias=has_bias, has_norm=has_norm)
     return replace(attention, rotary_dims=int(attention.head_dim * share))
 
 

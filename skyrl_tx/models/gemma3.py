@@ -44,7 +44,10 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
         raise UnsupportedModel(
             f"config.json has rope_parameters = {given!r}; supported: one of each of {tuple(THETAS)}"
         )
-    return {kind: read_rope({name: given.get(kind), "rope_theta": hf[theta]}) for kind, theta in THETAS.items()}
+    shared = {"max_position_embeddings": hf["max_position_embeddings"]}
+    return {
+        kind: read_rope({**shared, name: given.get(kind), "rope_theta": hf[theta]}) for kind, theta in THETAS.items()
+    }
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
@@ -78,6 +81,7 @@ GEMMA3 = ModelFamily(
     read_blocks=read_blocks,
     reads=frozenset({"hidden_act", "layer_types"}),
     scales_embeddings=True,
+    extends_context=False,  # it is the context after the scaling
     defaults={
         "vocab_size": 262208,
         "hidden_size": 2304,

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_tx.layers.experts import Clamp
 from skyrl_tx.layers.grouped_experts import Routing
-from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.config import Block, HfConfig, get_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_layer_types, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
@@ -38,7 +38,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
 
     # Read the two kinds of attention, and the experts.
     has_bias = bool(hf["attention_bias"])
-    hf = {**hf, "rope_scaling": hf.get("rope_scaling") or YARN}
+    hf = hf if get_rope(hf)[1] else {**hf, "rope_parameters": YARN}
     whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
     mixers = {WHOLE: whole, WINDOW: replace(whole, window=read_window(hf))}
 

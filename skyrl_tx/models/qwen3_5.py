@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.config import Block, HfConfig, check_values, get_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_dense, read_epsilon, read_layer_types, read_partial_rope_attention
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Mixer
@@ -39,10 +39,9 @@ def read_delta_net(hf: HfConfig) -> DeltaNet:
 
 def read_gated_attention(hf: HfConfig) -> Attention:
     """Read the softmax attention. The keys of multi-axis positions have no effect for text."""
-    rope = dict(hf.get("rope_parameters") or {})
-    for key in ("mrope_section", "mrope_interleaved"):
-        rope.pop(key, None)
-    return replace(read_partial_rope_attention({**hf, "rope_parameters": rope}, has_norm=True), is_gated=True)
+    name, given = get_rope(hf)
+    rope = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return replace(read_partial_rope_attention({**hf, name: rope}, has_norm=True), is_gated=True)
 
 
 def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:

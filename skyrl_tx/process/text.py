@@ -26,7 +26,9 @@ def make_line(text: str, max_chars: int = 20_000) -> str:
 
 def _escape_hidden(hidden: re.Pattern[str], text: str, max_chars: int) -> str:
     visible = hidden.sub(_escape, text[:max_chars])
-    return visible if len(text) <= max_chars else f"{visible}… ({len(text):,} characters)"
+    if len(text) <= max_chars and len(visible) <= max_chars:
+        return visible
+    return f"{visible[:max_chars]}… ({len(text):,} characters)"
 
 
 def _escape(match: re.Match[str]) -> str:

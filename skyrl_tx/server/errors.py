@@ -5,7 +5,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Literal
 
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import MAX_MESSAGE_CHARS, UserError
+from skyrl_tx.process.text import make_visible
 
 Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
 """Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
@@ -27,9 +28,9 @@ class ApiError(Exception):
         reason: Refusal | None = None,
         field: str | None = None,
     ) -> None:
-        super().__init__(detail)
         self.status = status
-        self.detail = detail
+        self.detail = make_visible(detail, MAX_MESSAGE_CHARS)
+        super().__init__(self.detail)
         self.headers = headers
         self.reason: Refusal | None = reason
         self.field = field

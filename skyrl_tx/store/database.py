@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
-from sqlalchemy import ColumnElement, CursorResult, Engine, Executable, bindparam, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
+from sqlalchemy import ColumnElement, CursorResult, Engine, Executable, bindparam, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Mapped
 from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
@@ -21,6 +21,7 @@ from skyrl_tx.artifacts.location import write_note
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
+from skyrl_tx.store.schema import check_schema, upgrade_without_servers
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.writer import GroupWriter, RetryPolicy, translate_refusal
 
@@ -33,8 +34,6 @@ _Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
 _MAX_IDS = 1024
 
-HEAD = "0020"
-"""Newest revision in `migrations`. It is repeated here because importing alembic takes 0.3 s."""
 _DATABASE_NOTE = "database"
 """File in the data directory that names an external database, to detect a wrong URL."""
 
@@ -59,6 +58,8 @@ class Store:
         self._resources = resources
         self._waiting = threading.Lock()
         self._is_closed = False
+        self.is_older = False
+        """Whether an older release wrote the database, see `accepts_older` of `open`."""
 
     @classmethod
     def open(
@@ -70,8 +71,13 @@ class Store:
         busy_timeout_s: float = 10.0,
         retry: RetryPolicy | None = None,
         is_shared: bool = False,
+        creates: bool = True,
+        accepts_older: bool = False,
     ) -> Self:
-        """Open the database in a role. The tables are created or migrated if necessary.
+        """Open the database in a role.
+
+        Only servers, which are the roles `api` and `engine`, migrate a database of an older
+        release, and only while no other server has it open.
 
         Args:
             data_dir: The data directory, which is created if it does not exist.
@@ -81,9 +87,13 @@ class Store:
             busy_timeout_s: How long a write waits for writes of other processes.
             retry: Repeats writes while the database is locked or full. By default they fail.
             is_shared: Whether multiple processes may have the role `engine`. Needs PostgreSQL.
+            creates: Whether the tables are created in an empty database. Otherwise it is refused.
+            accepts_older: Whether a tool opens a database of an older release, unchanged. It can
+                then read only what that release has stored.
 
         Raises:
-            StoreInUse: Another process has the role.
+            StoreInUse: Another process has the role, or a server prevents the migration.
+            SchemaOutdated: The database has the schema of an older release.
             StoreError: The database cannot be used.
         """
         dialect = _make_dialect(data_dir, url, busy_timeout_s)
@@ -95,15 +105,23 @@ class Store:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_database(data_dir, dialect.name)
                 make_private(data_dir, dialect.files)
+
+                # Prepare the tables before this process has its role: servers that start at the
+                # same time must not prevent each other's migration. SQLite's lock does not cover
+                # setting the journal mode of a new file.
+                is_older = False
+                with lock_file(data_dir / "schema.lock"), _dispose_later(dialect.create_writer("tool")) as engine:
+                    if role == "tool":
+                        is_older = check_schema(engine, creates=creates, accepts_older=accepts_older)
+                    else:
+                        upgrade_without_servers(engine, dialect)
+
+                # Take the role and connect.
                 if role in dialect.file_locked:
                     stack.enter_context(lock_role(data_dir, role, is_shared=is_shared))
-
-                # Connect and upgrade the tables. SQLite's lock does not cover setting the journal
-                # mode of a new file.
                 write_engine = dialect.create_writer(role)
                 stack.callback(write_engine.dispose)
-                with lock_file(data_dir / "schema.lock"):
-                    upgrade(write_engine)
+                write_engine.connect().close()
                 if dialect.name is not None and not (data_dir / _DATABASE_NOTE).is_file():
                     write_note(data_dir, _DATABASE_NOTE, dialect.name)
 
@@ -117,7 +135,9 @@ class Store:
                 raise dialect.explain(error) from error
             writer = GroupWriter(write_engine, explain=dialect.explain, committed=notifier.notify_peer, retry=retry)
             stack.callback(writer.close)
-            return cls(dialect=dialect, reader=reader, writer=writer, notifier=notifier, resources=stack.pop_all())
+            store = cls(dialect=dialect, reader=reader, writer=writer, notifier=notifier, resources=stack.pop_all())
+            store.is_older = is_older
+            return store
 
     def write(self, work: Callable[[Session], T]) -> T:
         """Run `work` in a transaction on the writer thread, and return its result after the commit.
@@ -129,9 +149,12 @@ class Store:
             raise StoreError("write called within a write: call both functions in one transaction")
         return self.write_soon(work).result()
 
-    def write_soon(self, work: Callable[[Session], T]) -> Future[T]:
-        """Like `write`, but returns a future instead of waiting for the commit."""
-        return self._writer.submit(work)
+    def write_soon(self, work: Callable[[Session], T], if_refused: Callable[[Session], T] | None = None) -> Future[T]:
+        """Like `write`, but returns a future instead of waiting for the commit.
+
+        If the database refuses a value of `work`, `if_refused` runs instead in the same place.
+        """
+        return self._writer.submit(work, if_refused)
 
     def read(self, work: Callable[[Session], T]) -> T:
         """Run read-only work on one consistent state. Does not block writers."""
@@ -155,10 +178,8 @@ class Store:
     def _explain_errors(self) -> Generator[None]:
         try:
             yield
-        except DataError as error:
-            raise translate_refusal(error) from error
-        except (DBAPIError, *self._dialect.errors) as error:
-            raise self._dialect.explain(error) from error
+        except (UnicodeEncodeError, DBAPIError, *self._dialect.errors) as error:
+            raise (translate_refusal(error) or self._dialect.explain(error)) from error
 
     def vacuum(self) -> bool:
         """Release some free space to the file system. Return whether more free space remains."""
@@ -299,28 +320,12 @@ def _check_database(data_dir: Path, name: str | None) -> None:
         )
 
 
-def upgrade(engine: Engine) -> None:
-    """Create the tables or upgrade them to HEAD, in one transaction.
-
-    Raises StoreError if the database belongs to a newer release or to another program.
-    """
-    with engine.begin() as connection:
-        tables = inspect(connection).get_table_names()
-        is_versioned = "alembic_version" in tables
-        version = connection.scalar(text("SELECT version_num FROM alembic_version")) if is_versioned else None
-        if version == HEAD:
-            return
-        if tables and not {"alembic_version", "sessions", "requests"} <= set(tables):
-            raise StoreError(
-                f"database {connection.engine.url.database} belongs to another program: it has the tables "
-                f"{', '.join(tables[:5])}; choose another data directory"
-            )
-        from skyrl_tx.store import migrations
-
-        if version is None:
-            migrations.create(connection, HEAD)
-        else:
-            migrations.migrate(connection, version, HEAD)
+@contextmanager
+def _dispose_later(engine: Engine) -> Generator[Engine]:
+    try:
+        yield engine
+    finally:
+        engine.dispose()
 
 
 def get_existing(tx: Session, table: type[RowT], key: object) -> RowT:

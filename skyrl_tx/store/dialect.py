@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
+from skyrl_tx.process.paths import describe_owner, explain_os_error, find_blocker
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 from skyrl_tx.store.private_files import open_private
 
@@ -119,6 +120,13 @@ class Dialect(ABC):
     def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         """Open the notifier of a role. It sends its queries to `reader`."""
 
+    @abstractmethod
+    def find_server(self, connection: Connection) -> str | None:
+        """Return a server of any release that has the database open, or None.
+
+        This process must not have its role yet.
+        """
+
     def check(self) -> None:
         """Raise StoreError if the database must not be served, for example a damaged file.
 
@@ -164,7 +172,10 @@ class Dialect(ABC):
             kind, what = _OS_FAILURES.get(cause.errno, FAILED)
         else:
             kind, what = self.classify_error(cause)
-        return kind(f"database {self.label}: {what} ({' '.join(str(cause).split())})")
+        detail = explain_os_error(cause) if isinstance(cause, OSError) else " ".join(str(cause).split())
+        if what == NOT_WRITABLE[1] and self.files and (blocker := find_blocker(self.files[0])) is not None:
+            detail = f"{blocker} {describe_owner(blocker)}"
+        return kind(f"database {self.label}: {what} ({detail})")
 
     @abstractmethod
     def classify_error(self, cause: BaseException) -> Failure:

@@ -12,6 +12,10 @@ class StoreInUse(StoreError):
     """Another process already has this role on the data directory or database."""
 
 
+class SchemaOutdated(StoreError):
+    """The database has the schema of an older release, and only a server may migrate it."""
+
+
 class StoreUnreachable(StoreError):
     """The database, or the artifacts that it refers to, cannot be reached now.
 

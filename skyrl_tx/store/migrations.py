@@ -1,9 +1,14 @@
 """Creation of new databases and migrations of existing databases.
 
 To change the schema, change `tables.py`, add a function that makes the same change in existing
-databases to `MIGRATIONS`, and raise `database.HEAD`. A test checks that a new and a migrated
-database have the same schema. Migrations cannot be undone, and older releases refuse a migrated
-database. Version 0001 is the schema of the first release.
+databases to `MIGRATIONS`, and raise `schema.HEAD`. A test checks that a new and a migrated
+database have the same schema. Migrations cannot be undone. Version 0001 is the schema of the first
+release.
+
+An older release uses a migrated database only if the database says so: its `compatible_from` is the
+oldest version whose release can use it. A migration that only adds tables, indexes and columns with
+a default or NULL leaves `schema.COMPATIBLE_FROM` as it is. Any other migration sets it to its own
+version.
 
 The tables of optional features are declared in `apps`, which this module must not import. These
 tables are created by migrations only. A function that creates or changes such a table must also be
@@ -18,13 +23,17 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import AnswerCounterRow
 
-VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+VERSION = sa.Table(
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), primary_key=True),
+    sa.Column("compatible_from", sa.String(32)),
+)
 
 
-def create(connection: sa.Connection, head: str) -> None:
+def create(connection: sa.Connection, head: str, compatible_from: str) -> None:
     """Create all tables in an empty database."""
     SQLModel.metadata.create_all(connection, checkfirst=False)
     with Operations.context(MigrationContext.configure(connection)):
@@ -32,21 +41,16 @@ def create(connection: sa.Connection, head: str) -> None:
             migration()
     VERSION.create(connection)
     connection.execute(sa.insert(AnswerCounterRow))
-    connection.execute(sa.insert(VERSION).values(version_num=head))
+    connection.execute(sa.insert(VERSION).values(version_num=head, compatible_from=compatible_from))
 
 
-def migrate(connection: sa.Connection, version: str, head: str) -> None:
-    """Run the migrations from `version` to `head`. Raises StoreError for an unknown version."""
-    if version not in ("0001", *MIGRATIONS):
-        raise StoreError(
-            f"database {connection.engine.url.database} has schema version {version!r}, but this release supports "
-            f"0001 to {max(MIGRATIONS)}: run the newer release that wrote it, or choose another data directory"
-        )
+def migrate(connection: sa.Connection, version: str, head: str, compatible_from: str) -> None:
+    """Run the migrations from `version` to `head`."""
     with Operations.context(MigrationContext.configure(connection)):
         for revision, migration in MIGRATIONS.items():
             if version < revision <= head:
                 migration()
-    connection.execute(sa.update(VERSION).values(version_num=head))
+    connection.execute(sa.update(VERSION).values(version_num=head, compatible_from=compatible_from))
 
 
 def _add_stability() -> None:
@@ -403,6 +407,11 @@ def _add_parents() -> None:
     op.add_column("api_keys", sa.Column("parent_id", sa.Integer))
 
 
+def _add_compatible_from() -> None:
+    """Add the oldest version whose release can use the database."""
+    op.add_column("alembic_version", sa.Column("compatible_from", sa.String(32)))
+
+
 _APP_TABLES = (_add_kept_samples, _add_curves, _add_usage, _add_logged_runs, _add_storage_hours, _add_trainer_gap)
 """Functions that create the tables of optional features in a new database, in order of revision."""
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
@@ -425,4 +434,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0018": _add_trainer_gap,
     "0019": _drop_portions,
     "0020": _add_parents,
+    "0021": _add_compatible_from,
 }

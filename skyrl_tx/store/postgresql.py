@@ -83,6 +83,10 @@ WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_datab
 LIMIT 1
 """
 _HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_SERVER = text(
+    "SELECT application_name FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    " AND application_name ~ '^skyrl_tx (api|engine)' LIMIT 1"
+)
 
 _FAILURES: dict[str | None, Failure] = {
     "53100": NO_SPACE,
@@ -160,6 +164,10 @@ class Postgresql(Dialect):
         event.listen(engine, "begin", on_begin)
         event.listen(engine, "commit", on_commit)
         return engine
+
+    def find_server(self, connection: Connection) -> str | None:
+        """Look for the connections of API processes and engines by their names."""
+        return connection.execute(_SERVER).scalar()
 
     def create_reader(self, role: Role) -> Engine:
         """Create the read pool. Its transactions are REPEATABLE READ."""

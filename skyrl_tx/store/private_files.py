@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from skyrl_tx.process.paths import get_home
+
 _log = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -51,7 +53,7 @@ def make_private(data_dir: Path, database_files: Iterable[Path]) -> None:
 
 def _is_dedicated(directory: Path, status: os.stat_result) -> bool:
     """Return whether a directory belongs to this user and is not shared, for example `/tmp`."""
-    is_shared = status.st_mode & stat.S_ISVTX or directory.resolve() in (Path.home(), Path("/"))
+    is_shared = status.st_mode & stat.S_ISVTX or directory.resolve() in (get_home(), Path("/"))
     return status.st_uid == os.geteuid() and not is_shared
 
 

@@ -30,8 +30,9 @@ from skyrl_tx.store.dialect import (
     Failure,
     Notifier,
     Role,
+    lock_role,
 )
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")
@@ -90,6 +91,16 @@ class Sqlite(Dialect):
         engine = self._create_engine(writes=True)
         event.listen(engine, "handle_error", _invalidate_if_rolled_back)
         return engine
+
+    def find_server(self, connection: Connection) -> str | None:
+        """Look for a process that holds the file lock of its role."""
+        try:
+            for role in sorted(self.file_locked):
+                with lock_role(self._data_dir, role):
+                    pass
+        except StoreInUse as error:
+            return str(error)
+        return None
 
     def create_reader(self, role: Role) -> Engine:
         """Create the read pool.

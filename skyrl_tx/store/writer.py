@@ -33,6 +33,8 @@ _SAVEPOINT_COMMANDS = {
 }
 """SQL commands by the method of SQLAlchemy's `Dialect` that sends them."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
+_LIMIT_EXCEEDED = "54"
+"""Class of PostgreSQL's error codes for a limit, for example the size of an entry in an index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,18 @@ class RetryPolicy:
     """
 
 
-def translate_refusal(error: DataError) -> ValueRefused:
-    """Translate the database's refusal of a value.
+def translate_refusal(error: BaseException) -> ValueRefused | None:
+    """Translate the refusal of a value by the database or its driver. None for other errors.
 
     The message contains neither the statement nor its values.
     """
-    refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(error.orig).split())}")
+    reason: object = error.reason if isinstance(error, UnicodeEncodeError) else None  # half of a surrogate pair
+    if isinstance(error, DBAPIError):
+        is_too_large = str(getattr(error.orig, "sqlstate", "")).startswith(_LIMIT_EXCEEDED)
+        reason = error.orig if is_too_large or isinstance(error, DataError) else None
+    if reason is None:
+        return None
+    refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(reason).split())}")
     refusal.__cause__ = error
     return refusal
 
@@ -73,26 +81,34 @@ def _send_savepoints_as_text(dialect: Dialect) -> None:
 
 
 class _Job(Generic[T]):
-    """A queued write: the work, its outcome, and the future that the caller waits for."""
+    """A queued write: the work, its outcome, and the future that the caller waits for.
 
-    def __init__(self, work: Callable[[Session], T]) -> None:
+    If the database refuses a value of the work, `if_refused` runs instead.
+    """
+
+    def __init__(self, work: Callable[[Session], T], if_refused: Callable[[Session], T] | None = None) -> None:
         self._work = work
+        self._if_refused = if_refused
         self._publish: Callable[[], None] | None = None
         self.error: BaseException | None = None
         self.future: Future[T] = Future()
 
     def run(self, connection: Connection) -> None:
         """Run the work in a savepoint. A retry runs it again. Errors are stored, not raised."""
+        self._try(connection, self._work)
+        if self._if_refused is not None and isinstance(self.error, ValueRefused) and not connection.invalidated:
+            _log.error("%s; storing less", self.error)
+            self._try(connection, self._if_refused)
+
+    def _try(self, connection: Connection, work: Callable[[Session], T]) -> None:
         self._publish = self.error = None
         try:
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as tx:
-                result = self._work(tx)
+                result = work(tx)
                 tx.commit()
             self._publish = partial(self.future.set_result, result)
-        except DataError as error:
-            self.error = translate_refusal(error)
         except BaseException as error:  # the caller gets the error; it must not end the writer thread
-            self.error = error
+            self.error = translate_refusal(error) or error
 
     def publish(self) -> None:
         """Set the caller's future to the result or the error."""
@@ -148,9 +164,12 @@ class GroupWriter:
         self._thread = ServiceThread("store-writer", self._serve)
         self._thread.start()
 
-    def submit(self, work: Callable[[Session], T]) -> Future[T]:
-        """Queue work. Raises StoreError after `close`."""
-        job = _Job(work)
+    def submit(self, work: Callable[[Session], T], if_refused: Callable[[Session], T] | None = None) -> Future[T]:
+        """Queue work, and work to do instead if the database refuses a value.
+
+        Raises StoreError after `close`.
+        """
+        job = _Job(work, if_refused)
         with self._closing:  # nothing may be queued after the end marker
             if self._is_closed:
                 raise StoreError(self._close_reason)

@@ -15,6 +15,7 @@ from typing import get_args
 from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
 from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import make_line
 
 _COMMANDS_PACKAGE = "skyrl_tx.tools.commands"
@@ -166,6 +167,9 @@ def _run(command: Command, given: Sequence[str]) -> int:
         # Python's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"skyrl-tx {command.name}: {make_line(explain_os_error(error))}", file=sys.stderr)
+        return 1
     return status or 0
 
 

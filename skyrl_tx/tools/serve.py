@@ -35,6 +35,7 @@ from skyrl_tx.launch.settings import (
     make_settings_class,
     read_config_file,
 )
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.setup import CannotServe, configure_logging, raise_file_limit, restart_with_huge_pages
 from skyrl_tx.process.signals import enable_stack_dumps, end_process_on_failure
 from skyrl_tx.tools.quickstart.model import TINY_MODELS, write_tiny_model
@@ -190,15 +191,15 @@ def resolve_tiny_model(settings: ServerSettings) -> ServerSettings:
     if name not in TINY_MODELS:
         return settings
     directory = settings.data_dir / "models" / name
-    if not directory.is_dir():
-        try:
+    try:
+        if not directory.is_dir():
             settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory.parent.mkdir(exist_ok=True)
             # Write to a temporary directory and rename it, so that no half-written model is ever visible.
             with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
                 write_tiny_model(Path(temporary) / name, TINY_MODELS[name]).rename(directory)
-        except OSError as error:
-            raise CannotServe(f"cannot write the tiny model to {directory}: {error.strerror}") from error
+    except OSError as error:
+        raise CannotServe(f"--data-dir {explain_os_error(error, settings.data_dir)}") from error
     return settings.model_copy(
         update={"base_model": str(directory), "served_model_name": settings.served_model_name or name}
     )

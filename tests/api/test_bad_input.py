@@ -149,7 +149,7 @@ def test_bad_sample_fails_its_future(server: Server, sampler: str, changes: dict
     assert text in refusal(server.result(answer))
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300, "", ".hidden", "a b", "ü"])
+@pytest.mark.parametrize("name", ["a/b", "..", "a\x01b", "x" * 300, "", ".hidden", "a b", "ü"])
 def test_bad_checkpoint_name_fails_its_future(server: Server, model: str, name: str) -> None:
     for path in ("save_weights", "save_weights_for_sampler"):
         assert "checkpoint name" in refusal(server.result(server.post(path, model_id=model, path=name)))

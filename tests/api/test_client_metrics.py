@@ -42,9 +42,8 @@ class User:
 
     def trackio(self, name: str, **arguments: Any) -> httpx.Response:
         headers = {"x-trackio-write-token": self.key}
-        return self.server.client.post(
-            f"/trackio/api/{name}", json={"args": [], "kwargs": {**arguments, "hf_token": None}}, headers=headers
-        )
+        content = json.dumps({"args": [], "kwargs": {**arguments, "hf_token": None}})  # NaN too, which httpx refuses
+        return self.server.client.post(f"/trackio/api/{name}", content=content, headers=headers)
 
     def run(self, rank: int = 8, display_name: str | None = None) -> str:
         """Create a model in a new session and wait until it exists."""
@@ -316,6 +315,9 @@ def test_trackio_lists_and_summarizes_runs(ann: User) -> None:
     assert (summary["last_step"], summary["num_logs"]) == (7, 2)
     assert ann.trackio("get_run_summary", project="gsm8k", run="no").json()["data"]["last_step"] is None
     assert ann.trackio("get_runs_for_project", project="other").json()["data"] == []
+    for wrong in ({"run_id": math.nan}, {"run_id": "\ud800"}, {"run": [[7]]}):
+        refused = ann.trackio("get_run_summary", **{"project": "gsm8k", **wrong})
+        assert refused.status_code == 400 and next(iter(wrong)) in refused.json()["detail"]
 
 
 def test_trackio_shows_what_is_not_stored(ann: User) -> None:
@@ -341,6 +343,7 @@ def test_trackio_shows_what_is_not_stored(ann: User) -> None:
         {"step": "x"},
         {"step": 2**70},
         {"log_id": "a\0b"},
+        {"log_id": "\ud800"},
     ],
 )
 def test_an_entry_that_cannot_be_stored_does_not_hold_up_others(ann: User, changed: dict[str, Any]) -> None:

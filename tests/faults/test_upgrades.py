@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from skyrl_tx import __version__
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store.database import Store
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.tools.cli import main
 from tests.support.golden import (
     BASE_MODEL,
     GOLDEN,
@@ -28,6 +31,7 @@ from tests.support.golden import (
 )
 from tests.support.live_api import live_api
 from tests.support.live_engine import live_engine
+from tests.support.old_schemas import use_next_release
 
 FILES = sorted(GOLDEN.glob("*.tar.xz"))
 
@@ -78,6 +82,39 @@ def test_runs_of_an_earlier_release_continue_with_its_own_numbers(file: Path, tm
     bit_equal = record.arithmetic == hash_arithmetic()
     for name, recorded in record.results.items():
         assert_same(name, found[name], recorded, bit_equal=bit_equal)
+
+
+def test_this_release_continues_the_runs_of_a_compatible_newer_release(tmp_path: Path, monkeypatch) -> None:
+    data_dir, record = read_golden(FILES[-1], tmp_path)
+    with monkeypatch.context() as patched:
+        use_next_release(patched)
+        Store.open(data_dir, role="api").close()
+    with serve(data_dir) as url, closing(GoldenClient(url, record.keys["ann"])) as client:
+        found = continue_run(client, record, data_dir)
+    for name, recorded in record.results.items():
+        assert_same(name, found[name], recorded, bit_equal=record.arithmetic == hash_arithmetic())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.removesuffix(".tar.xz"))
+def test_commands_leave_the_database_of_an_earlier_release_alone(file: Path, tmp_path: Path, capsys) -> None:
+    data_dir, _ = read_golden(file, tmp_path)
+    before = read_database(data_dir / "skyrl_tx.db")
+    here = ("--data-dir", str(data_dir))
+    for command in (["status"], ["keys", "list"], ["keys", "create", "eve"], ["runs", "list"], ["usage"], ["audit"]):
+        assert main([*command, *here]) == 1
+        assert "of an older release: run the release that wrote it, or start the server" in capsys.readouterr().err
+
+    # A backup has the earlier schema and all weights.
+    assert main(["backup", str(tmp_path / "backup"), *here]) == 0
+    assert main(["restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "restored")]) == 0
+    assert read_database(data_dir / "skyrl_tx.db") == before == read_database(tmp_path / "restored" / "skyrl_tx.db")
+    weights = [LocalArtifacts(folder / "artifacts").list_ids() for folder in (data_dir, tmp_path / "restored")]
+    assert weights[0] == weights[1] != []
+
+
+def read_database(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
 
 
 def assert_decodable(data_dir: Path) -> None:

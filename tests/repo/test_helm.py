@@ -288,16 +288,24 @@ def test_wrong_values_are_refused(helm: Helm, given: tuple[str, ...], text: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("given", [ENGINES, HOSTS], ids=["engines", "hosts"])
+def test_scaling_the_engines_changes_no_pod(helm: Helm, given: tuple[str, ...]) -> None:
+    rendered = [list_pods(render(helm, (*given, f"engines.replicas={number}"))) for number in (1, 2, 5)]
+    assert rendered[0] == rendered[1] == rendered[2]
+
+
+@pytest.mark.slow
 def test_the_first_key_is_made_once_and_printed_in_no_log(helm: Helm, tmp_path: Path, monkeypatch) -> None:
     """Runs the container's command with a directory instead of the volume."""
     (pod,) = list_pods(render(helm))
     (container,) = pod["initContainers"]
-    shell, options, script, *arguments = container["command"]
-    script = script.replace("/data/", f"{tmp_path}/").replace("skyrl-tx ", "python -m skyrl_tx ")
+    program, *arguments = container["command"]
+    assert program == "skyrl-tx"
+    command = ["python", "-m", "skyrl_tx", *(word.replace("/data/", f"{tmp_path}/") for word in arguments)]
     monkeypatch.setenv("SKYRL_TX_DATA_DIR", str(tmp_path / "skyrl_tx"))
     keys: list[str] = []
     for _ in range(2):
-        done = subprocess.run([shell, options, script, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         keys.append((tmp_path / "first-key").read_text().strip())
         assert keys[0] not in done.stdout + done.stderr
 

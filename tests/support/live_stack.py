@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic import SecretStr
 
 from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends.jax import BACKEND as JAX
@@ -85,6 +86,7 @@ def live_stack(
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto",
     prices: Prices | None = None,
     artifacts: str | None = None,
+    database_url: str | None = None,
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left.
 
@@ -107,9 +109,14 @@ def live_stack(
         failed_key_limit=failed_key_limit,
         apps=(TeamsSettings(prices=prices or Prices()),),
         artifacts=artifacts,
+        database_url=None if database_url is None else SecretStr(database_url),
     )
     engine = EngineSettings(
-        data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME, artifacts=artifacts
+        data_dir=data_dir,
+        base_model=base_model,
+        served_model_name=PUBLIC_NAME,
+        artifacts=artifacts,
+        database_url=api.database_url,
     )
     with live_api(api, recorder.wrap) as server, live_engine(engine, backend):
         _wait_until_ready(server)

@@ -1,5 +1,6 @@
-"""All tables of the code, and databases with the schema of an earlier release."""
+"""All tables of the code, and databases with the schema of an earlier or a later release."""
 
+import pytest
 import sqlalchemy as sa
 from alembic import op
 from alembic.operations import Operations
@@ -8,7 +9,7 @@ from sqlmodel import SQLModel
 
 from skyrl_tx.apps.history import tables as history_tables
 from skyrl_tx.apps.teams import tables as teams_tables
-from skyrl_tx.store import migrations
+from skyrl_tx.store import migrations, schema
 from skyrl_tx.store.tables import AppTable
 
 assert history_tables and teams_tables  # their import declares the tables of features
@@ -19,9 +20,28 @@ def create(connection: sa.Connection, revision: str) -> None:
     """Create the tables of the first release, and migrate them up to a revision."""
     with Operations.context(MigrationContext.configure(connection)):
         _create_first()
-    migrations.VERSION.create(connection)
-    connection.execute(sa.insert(migrations.VERSION).values(version_num="0001"))
-    migrations.migrate(connection, "0001", revision)
+    version = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+    version.create(connection)
+    connection.execute(sa.insert(version).values(version_num="0001"))
+    with Operations.context(MigrationContext.configure(connection)):
+        for number, migration in migrations.MIGRATIONS.items():
+            if number <= revision:
+                migration()
+    connection.execute(sa.update(version).values(version_num=revision))
+
+
+def use_next_release(monkeypatch: pytest.MonkeyPatch, compatible_from: str = schema.COMPATIBLE_FROM) -> None:
+    """Act as the next release, whose migration adds a column, a table and an index."""
+
+    def add_next() -> None:
+        op.add_column("requests", sa.Column("priority", sa.Integer, nullable=False, server_default="5"))
+        op.create_table("next_things", sa.Column("thing_id", sa.Integer, primary_key=True))
+        op.create_index("ix_requests_priority", "requests", ["priority"])
+
+    following = f"{int(schema.HEAD) + 1:04}"
+    monkeypatch.setattr(migrations, "MIGRATIONS", {**migrations.MIGRATIONS, following: add_next})
+    monkeypatch.setattr(schema, "HEAD", following)
+    monkeypatch.setattr(schema, "COMPATIBLE_FROM", compatible_from)
 
 
 def _create_partial_index(name: str, column: str, where: str) -> None:

@@ -26,6 +26,7 @@ from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
+from skyrl_tx.server.submission.validation import check_text, quote_value
 from skyrl_tx.store import audit
 from skyrl_tx.store.errors import StoreError, ValueRefused
 
@@ -251,9 +252,13 @@ async def _read_form(request: Request) -> Form:
     """
     body = await read_body(request, _FORM_LIMITS)
     try:
-        return parse_qs(body.decompress().decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+        form = parse_qs(body.decompress().decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError as error:
         raise bad_request(f"the form cannot be read: {error}") from error
+    for name, values in form.items():
+        for text in (name, *values):
+            check_text(text, f"field {quote_value(name)}")
+    return form
 
 
 def _make_login_page(then: str, error: ApiError | None = None) -> Page:

@@ -22,6 +22,7 @@ from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import decode_spec
+from skyrl_tx.server.submission.validation import is_storable
 from skyrl_tx.store import models, sessions
 from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.tables import ModelRow, SessionRow
@@ -144,10 +145,9 @@ def clean_values(metrics: Mapping[str, object]) -> Values:
 def clean_name(value: object) -> str | None:
     """Return a logged name, or None if it is not a valid name.
 
-    A name is a text of 1 to `MAX_NAME_LENGTH` characters without NUL, which PostgreSQL cannot
-    store.
+    A name is a text of 1 to `MAX_NAME_LENGTH` characters that every database can store.
     """
-    if isinstance(value, str) and 0 < len(value) <= MAX_NAME_LENGTH and "\0" not in value:
+    if isinstance(value, str) and 0 < len(value) <= MAX_NAME_LENGTH and is_storable(value):
         return value
     return None
 
@@ -168,6 +168,8 @@ def clean_config(value: object) -> dict[str, object]:
     num_chars = 0
     for name, part in to_object(value).items():
         if isinstance(part, int | float) and _clean_number(part) is None:
+            continue
+        if not is_storable(name) or (isinstance(part, str) and not is_storable(part)):
             continue
         if isinstance(part, str | int | float):
             num_chars += len(name) + (len(part) if isinstance(part, str) else 20)
@@ -200,7 +202,7 @@ def keep_telemetry(call: ApiCall) -> None:
         return
 
     try:
-        body = call.body.parse_object()
+        body = call.body.parse_request().value
         session_id = SessionId(clean_name(body.get("session_id")) or "")
         points: defaultdict[str | None, list[NewLoggedPoint]] = defaultdict(list)
         for model_name, point in _read_metrics(body):

@@ -85,7 +85,7 @@ def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONRe
         return JSONResponse({"data": None, "error": text}, status_code=status)
 
     # Call the function
-    arguments = call.body.parse_object().get("kwargs", {})
+    arguments = call.body.parse_request().value.get("kwargs", {})
     if not isinstance(arguments, dict):
         raise bad_request("kwargs: must be an object")
     try:
@@ -163,10 +163,12 @@ def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
 
 def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
     """Describe a run. A resumed run continues to count after `last_step`."""
-    project, key, name = _read_project(arguments), arguments.get("run_id"), arguments.get("run")
+    project = _read_project(arguments)
+    key, name = _read_name(arguments, "run_id"), _read_name(arguments, "run")
     rows = call.store.read(
         lambda tx: logged_metrics.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED)
     )
+
     run = next((row for row in rows if (row.key == key if key is not None else row.name == name)), None)
     run_id = 0 if run is None else run.logged_run_id or 0
     return {
@@ -188,10 +190,19 @@ def _read_entries(arguments: _Arguments) -> list[object]:
 
 
 def _read_project(arguments: _Arguments) -> str:
-    project = clean_name(arguments.get("project"))
+    project = _read_name(arguments, "project")
     if project is None:
-        raise bad_request("kwargs.project: must be a text of 1 to 200 characters")
+        raise bad_request("kwargs.project: missing")
     return project
+
+
+def _read_name(arguments: _Arguments, field: str) -> str | None:
+    """Return a name among the arguments, or None if it is absent. Raises ApiError 400 for an invalid one."""
+    value = arguments.get(field)
+    name = clean_name(value)
+    if name is None and value is not None:
+        raise bad_request(f"kwargs.{field} {quote_value(value)}: must be a text of 1 to 200 characters")
+    return name
 
 
 _FUNCTIONS: Mapping[str, Callable[[ApiCall, _Arguments], object]] = {

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from skyrl_tx.process.paths import get_home
+
 MAX_TRAINING_COMPILE_THREADS = 4
 """Maximum number of threads that compile training programs on CPU."""
 
@@ -23,7 +25,7 @@ def count_compile_threads(limit: int) -> int:
 
 
 def _default_compile_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_tx" / "xla"
+    return Path(os.environ.get("XDG_CACHE_HOME") or get_home() / ".cache") / "skyrl_tx" / "xla"
 
 
 class MeshConfig(BaseModel):

@@ -20,7 +20,13 @@ from pydantic import ValidationError
 
 from skyrl_tx.server.errors import ApiError, bad_request, too_large
 from skyrl_tx.server.schemas.base import WireModel
-from skyrl_tx.server.submission.validation import check_json, check_protobuf, describe_first_error, name_first_field
+from skyrl_tx.server.submission.validation import (
+    check_json,
+    check_protobuf,
+    describe_first_error,
+    describe_refused_text,
+    name_first_field,
+)
 
 PROTOBUF = "application/x-protobuf"
 _MAX_DISCARDED_BYTES = 2**30
@@ -72,6 +78,22 @@ POLL_LIMITS = BodyLimits(max_bytes=2**13, max_parts=2**10)
 """Limits for a long poll of one result. The server may hold thousands of them at the same time."""
 LOG_LIMITS = BodyLimits(max_bytes=2**24, max_parts=2**19)
 """Limits for logged metrics: a client may send all points of a server outage in one body."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRequest:
+    """The JSON object of a request for the engine, whose future reports the problem, if any."""
+
+    value: Mapping[str, object]
+    problem: str | None
+
+    def parse_ids(self, kind: type[ModelT]) -> ModelT:
+        """Parse the ids of the request. Raises ApiError 400: without ids there is no future."""
+        ids = {name: self.value[name] for name in kind.model_fields if name in self.value}
+        problem = describe_refused_text(ids) if self.problem is not None else None
+        if problem is not None:
+            raise bad_request(problem)
+        return validate_object(kind, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +164,19 @@ class Body:
         return _decompress(self.raw, self.max_size)
 
     def parse_object(self) -> dict[str, object]:
-        """Parse a JSON object. An empty body counts as an empty object.
+        """Parse a JSON object.
+
+        Raises ApiError 400 as well if it has text that a database cannot store.
+        """
+        request = self.parse_request()
+        if request.problem is not None:
+            raise bad_request(request.problem)
+        return dict(request.value)
+
+    def parse_request(self) -> JsonRequest:
+        """Parse a JSON object, and find text in it that a database cannot store.
+
+        An empty body counts as an empty object.
 
         Raises:
             ApiError: 400 if the body is not a JSON object, 413 if it has too many parts.
@@ -151,11 +185,13 @@ class Body:
         check_json(data, self.max_parts)
         try:
             value: object = _parse_json(data) if data else {}
+            # Only an escape can write a zero character or half of a surrogate pair.
+            problem = describe_refused_text(value) if b"\\u" in data else None
         except (ValueError, RecursionError) as error:
             raise bad_request(f"body is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise bad_request(f"body is a JSON {type(value).__name__}, not an object")
-        return cast(dict[str, object], value)
+        return JsonRequest(cast(dict[str, object], value), problem)
 
     def parse_model(self, kind: type[ModelT]) -> ModelT:
         """Parse JSON and validate it. Raises ApiError 400 that names the first wrong field."""
@@ -325,16 +361,13 @@ def _parse_json(data: bytes) -> object:
     """Parse JSON. Raises ValueError or RecursionError.
 
     msgspec is four times as fast as Python's parser and accepts a subset of its inputs. If msgspec
-    fails, Python's parser decides. It accepts NaN, infinity and lone surrogates: NaN and infinity
-    are refused later, by an error that names the field, and lone surrogates raise an error here.
+    fails, Python's parser decides. It accepts NaN, infinity and lone surrogates, which are refused
+    later, by an error that names the field.
     """
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        value: object = json.loads(data)
-    if b"\\u" in data:  # raise UnicodeEncodeError for a lone surrogate, which no database can store
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
+        return json.loads(data)
 
 
 def _read_frame_size(data: bytes) -> int | None:

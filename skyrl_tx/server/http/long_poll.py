@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.process.signals import ServiceThread
+from skyrl_tx.server.submission.validation import check_text
 from skyrl_tx.store import completions, futures, keys, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
@@ -140,9 +141,11 @@ class ResultWatcher:
         """Yield a notification for the result of a request, or any result of a sampling session.
 
         The notification does not cover results that exist already, so the caller must look for them
-        inside the context. If the caller's key is revoked or expires, the notification resolves to
+        inside the context. Raises UserError for a name that the database refuses: it must not fail the
+        watcher's queries for all polls. If the caller's key is revoked or expires, the notification resolves to
         False within about a second, as after a timeout.
         """
+        check_text(name, "id")
         notification: Notification = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.setdefault(name, []).append(notification)
@@ -205,7 +208,7 @@ class ResultWatcher:
                 self._release_polls_of_ended_keys()
                 self._write_fetched()
                 self._write_heartbeats()
-            except (StoreError, ValueRefused) as error:  # a poll with a refused id was woken and reports the error
+            except (StoreError, ValueRefused) as error:
                 _log.error("cannot read new results from the database; retrying in a second: %s", error)
                 time.sleep(_WAIT_S)
             # Commits come in bursts. After a slow query over thousands of polls, let more commits
@@ -220,7 +223,9 @@ class ResultWatcher:
         try:
             if new:
                 owners = self._store.read(lambda tx: futures.get_open_owners(tx, {poll.request_id for poll in new}))
-        finally:  # after an error, every poll is woken and reads the store itself
+        except ValueRefused as error:
+            _log.error("the database refuses the id of a poll: %s", error)
+        finally:  # after an error, every poll is woken, reads the store itself and reports its own error
             self._wake(
                 poll.notification
                 for poll in new

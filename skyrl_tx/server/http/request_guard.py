@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.connections import ThrottledWarning, normalize_address
 from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.monitoring.metrics import HttpGroups
@@ -141,6 +141,11 @@ class RequestGuard:
                 scope["client"] = address, client[1]
                 app, is_proxied = self._proxied, True
 
+        # No database can store a zero character.
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            where = "path" if "\0" in scope["path"] else "query"
+            return self._refuse(bad_request(f"{where}: must not contain %00 (U+0000)"), scope, receive, send)
+
         problem = self._find_problem(scope, is_proxied=is_proxied)
         if problem is None:
             return app(scope, receive, send)
@@ -189,11 +194,14 @@ class RequestGuard:
         except Exception as error:
             if isinstance(error, ApiError):
                 self._warn(f"refused {request.method} {request.url.path[:100]}: {error.detail}")
-            response = await self._handle_error(request, error)
-            await response(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
         else:
             scope[UNTRUSTED] = problem
             await app(scope, receive, send)
+
+    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handle_error(Request(scope), error)
+        await response(scope, receive, send)
 
 
 def _wrap_send(groups: HttpGroups, path: str, send: Send) -> Send:

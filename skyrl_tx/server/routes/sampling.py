@@ -8,7 +8,6 @@ from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
-from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.schemas.base import SampleRequestIds
@@ -74,8 +73,8 @@ def asample(call: IncomingData) -> FutureHandle:
 
 
 def _queue_sample(call: ApiCall) -> FutureHandle:
-    value = call.body.parse_object()
-    ids = validate_object(SampleRequestIds, value)
+    request = call.body.parse_request()
+    ids = request.parse_ids(SampleRequestIds)
     if ids.sampling_session_id is None:
         # Multiple clients share this session, and each of them numbers its own requests.
         session_id, seq_id = _find_direct_session(call, ids), None
@@ -96,7 +95,7 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
                 else sample
             )
 
-        sample = submission.from_json("sample", schemas.AsampleRequest, value, translate, call.check_unknown)
+        sample = submission.from_json("sample", schemas.AsampleRequest, request, translate, call.check_unknown)
         engine = call.context.admission.choose_engine(session_id)
         submitted = call.store.write(
             lambda tx: submission.submit_to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)

@@ -8,7 +8,6 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request, not_found
-from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
@@ -23,12 +22,12 @@ router = APIRouter()
 @router.post("/create_model", response_model_exclude_none=True)
 def create_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the creation of a model with a new LoRA adapter."""
-    value = call.body.parse_object()
-    ids = validate_object(CreationIds, value)
+    request = call.body.parse_request()
+    ids = request.parse_ids(CreationIds)
     create = submission.from_json(
         "create_model",
         schemas.CreateModelRequest,
-        value,
+        request,
         lambda schema: training.translate_create_model(schema, call.settings),
         call.check_unknown,
     )

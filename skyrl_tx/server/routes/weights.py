@@ -11,7 +11,6 @@ from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import bad_request, not_found
-from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
@@ -37,7 +36,7 @@ def save_weights(call: Incoming) -> FutureHandle:
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
 def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     """Queue a save of weights to sample from, with or without a name."""
-    model_id = ModelId(validate_object(ModelRequestIds, call.body.parse_object()).model_id)
+    model_id = ModelId(call.body.parse_request().parse_ids(ModelRequestIds).model_id)
     session_id = call.store.read(lambda tx: access.find_model(tx, call.caller, model_id)).session_id
     return submit_json(
         call,
@@ -58,10 +57,11 @@ def save_weights_external(call: Incoming) -> FutureHandle:
 @router.post("/load_weights", response_model_exclude_none=True)
 def load_weights(call: Incoming) -> FutureHandle:
     """Queue a load of a checkpoint into a model, or the creation of a model from a checkpoint."""
-    value = call.body.parse_object()
+    request = call.body.parse_request()
+    value = request.value
     if (value.get("model_id") is None) == (value.get("session_id") is None):
         raise bad_request("set either model_id (with seq_id) to load into a model, or session_id (with model_seq_id)")
-    ids = validate_object(ModelRequestIds if value.get("session_id") is None else CreationIds, value)
+    ids = request.parse_ids(ModelRequestIds if value.get("session_id") is None else CreationIds)
 
     def work(tx: Session) -> FutureHandle:
         # Find the checkpoint in the transaction that stores the request, which keeps its files.
@@ -69,7 +69,7 @@ def load_weights(call: Incoming) -> FutureHandle:
             readers = call.list_readers(tx, schema.weights_access_token)
             return weights.translate_load_weights(tx, readers, schema, call.settings, time.time())
 
-        load = submission.from_json("load_weights", schemas.LoadWeightsRequest, value, translate, call.check_unknown)
+        load = submission.from_json("load_weights", schemas.LoadWeightsRequest, request, translate, call.check_unknown)
         if isinstance(ids, ModelRequestIds):
             return submission.submit_to_model(tx, call, ids, load)
         return submission.submit_creation(tx, call, ids, load)

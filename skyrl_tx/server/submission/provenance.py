@@ -17,7 +17,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.server.submission.validation import quote_value, require
+from skyrl_tx.server.submission.validation import check_text, quote_value, require
 from skyrl_tx.store.recorded_logprobs import SampledLogprobs
 
 _MAX_ID_CHARS = 64
@@ -178,4 +178,6 @@ def _check_advantages(datum: Datum, sampled: Float32Array, where: str) -> None:
 def _read_span(span: wire_pb2.ProvenanceSpan | schemas.ProvenanceSpan) -> Span:
     source = span.WhichOneof("span") if isinstance(span, wire_pb2.ProvenanceSpan) else span.source
     run: wire_pb2.TokenRun | schemas.TokenRun | None = getattr(span, source) if source else None
-    return Span(source, run.sequence_id, run.offset, run.length) if run else Span(None, "", 0, 0)
+    if run is None:
+        return Span(None, "", 0, 0)
+    return Span(source, check_text(run.sequence_id, "sequence_id"), run.offset, run.length)

@@ -6,7 +6,7 @@ Clients retry, so the same request may arrive multiple times. It is stored only 
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TypeVar
@@ -25,7 +25,7 @@ from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeight
 from skyrl_tx.contract.results import CreateCustomLossOutput
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, bad_request
-from skyrl_tx.server.http.body import validate_object
+from skyrl_tx.server.http.body import JsonRequest
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
@@ -107,7 +107,7 @@ class Submission:
 def from_json(
     kind: str,
     schema: type[SchemaT],
-    value: Mapping[str, object],
+    request: JsonRequest,
     translate: Callable[[SchemaT], Submission],
     check_unknown: Callable[[WireModel], None],
     *,
@@ -119,7 +119,9 @@ def from_json(
     future.
     """
     try:
-        model = schema.model_validate(value)
+        if request.problem is not None:
+            raise UserError(request.problem)
+        model = schema.model_validate(request.value)
         submission = translate(model)
         check_unknown(model)
         return submission
@@ -201,9 +203,9 @@ def submit_json(
     backward: bool = False,
 ) -> FutureHandle:
     """Queue a JSON request for a model. The future of the request reports errors in it."""
-    value = call.body.parse_object()
-    ids = validate_object(ModelRequestIds, value)
-    return submit(call, ids, from_json(kind, schema, value, translate, call.check_unknown, backward=backward))
+    request = call.body.parse_request()
+    ids = request.parse_ids(ModelRequestIds)
+    return submit(call, ids, from_json(kind, schema, request, translate, call.check_unknown, backward=backward))
 
 
 def submit(call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:

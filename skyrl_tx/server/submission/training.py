@@ -30,6 +30,7 @@ from skyrl_tx.server.submission.tensors import DenseBudget, from_bytes, from_jso
 from skyrl_tx.server.submission.validation import (
     check_finite,
     check_finite_array,
+    check_text,
     choose_seed,
     is_off,
     quote_value,
@@ -106,6 +107,7 @@ def _check_number(value: float | None, where: str) -> float:
 def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Submission:
     """Translate a forward/backward request in protobuf (SDK 0.25 and later)."""
     budget = DenseBudget(max_dense_bytes)
+    check_text(message.loss_fn, "loss_fn")
     config: dict[str, LossConfigValue] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         refuse_unknown(value, f"loss_fn_config[{quote_value(name)}]")
@@ -141,8 +143,12 @@ def _make_pass(
     data: Iterable[requests.Datum], loss: str, config: dict[str, LossConfigValue], *, backward: bool
 ) -> requests.ModelPass:
     for name, value in config.items():
-        if not isinstance(value, str):
-            check_finite(value, f"loss_fn_config[{quote_value(name)}]")
+        check_text(name, "loss_fn_config: key")
+        where = f"loss_fn_config[{quote_value(name)}]"
+        if isinstance(value, str):
+            check_text(value, where)
+        else:
+            check_finite(value, where)
     request = requests.ModelPass(
         data=tuple(data), loss=loss, loss_config=dict(sorted(config.items())), backward=backward
     )
@@ -161,6 +167,7 @@ def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -
 
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(message.loss_fn_inputs.items()):
+        check_text(name, f"{where}.loss_fn_inputs: key")
         inner = f"{where}.loss_fn_inputs[{quote_value(name)}]"
         refuse_unknown(tensor, inner)
         inputs[name] = check_finite_array(from_proto(tensor, budget, inner), inner)

@@ -9,6 +9,7 @@ the memory that parsing takes.
 
 import logging
 import math
+import re
 import secrets
 from collections.abc import Iterator
 from functools import cache
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.process.text import make_line
 from skyrl_tx.server.errors import FieldError, too_large
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.store.checkpoints import MAX_TTL_S
@@ -29,6 +31,9 @@ _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
 _MIN_TTL_S = 3600
 _PIECE = 2**20
+_MAX_NAME_CHARS = 100
+_REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
+_REFUSED_REASON = "text must not contain U+0000 or half of a surrogate pair, which cannot be stored"
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
 """Bytes that begin a JSON part, in halves of a part: a string has two quotes."""
 _Nested = dict[int, "_Nested | None"]
@@ -187,6 +192,47 @@ def _iterate_repr(value: object) -> Iterator[str]:
             yield repr(value)
 
 
+def is_storable(text: str) -> bool:
+    """Return whether every database can store a text."""
+    return _REFUSED_TEXT.search(text) is None
+
+
+def check_text(text: str, where: str) -> str:
+    """Return text of a client. Raises UserError if a database cannot store it."""
+    if not is_storable(text):
+        raise UserError(f"{where} {quote_value(text)}: {_REFUSED_REASON}")
+    return text
+
+
+def describe_refused_text(value: object) -> str | None:
+    """Describe the first string or key of a JSON value that a database cannot store, or return None."""
+    found = _find_refused_text(value)
+    if found is None:
+        return None
+    place, text = found
+    return f"{place.lstrip(' .')} {quote_value(text)}: {_REFUSED_REASON}"
+
+
+def _find_refused_text(value: object) -> tuple[str, str] | None:
+    """Return the place of the first refused string, for example `.tags[0]`, and the string."""
+    if isinstance(value, str):
+        return None if is_storable(value) else ("", value)
+
+    if isinstance(value, dict):
+        for name, part in cast(dict[str, object], value).items():
+            if not is_storable(name):
+                return " key", name
+            if (found := _find_refused_text(part)) is not None:
+                return f".{make_line(name, _MAX_NAME_CHARS)}{found[0]}", found[1]
+
+    elif isinstance(value, list):
+        for index, part in enumerate(cast(list[object], value)):
+            is_number = isinstance(part, int | float)
+            if not is_number and (found := _find_refused_text(part)) is not None:
+                return f"[{index}]{found[0]}", found[1]
+    return None
+
+
 def require(condition: bool, message: str, *, field: str | None = None) -> None:
     """Raise UserError if the condition is false. `field` is the path of the field that is wrong."""
     if not condition:
@@ -246,7 +292,8 @@ def describe_first_error(error: ValidationError) -> str:
 
 def name_first_field(error: ValidationError) -> str:
     """Return the path of the first field that does not match the schema, empty for the whole body."""
-    return ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
+    parts = error.errors(include_url=False)[0]["loc"]
+    return ".".join(make_line(str(part), _MAX_NAME_CHARS) for part in parts)
 
 
 def is_off(value: object) -> bool:
@@ -260,7 +307,8 @@ def is_off(value: object) -> bool:
 def refuse_extra(model: WireModel, prefix: str) -> None:
     """Raise UserError for an unknown field of an object that is set."""
     for name, value in (model.model_extra or {}).items():
-        require(is_off(value), f"{prefix}{name} {quote_value(value)}: this server does not know the field")
+        field = f"{prefix}{make_line(name, _MAX_NAME_CHARS)}"
+        require(is_off(value), f"{field} {quote_value(value)}: this server does not know the field")
 
 
 class UnknownFields:

@@ -111,7 +111,7 @@ def _backup(arguments: argparse.Namespace) -> int:
             "replication there, and copy only the database (with pg_dump, or with SQLite's .backup)"
         )
 
-    with open_database(arguments) as store, _lock_target(target):
+    with open_database(arguments, accepts_older=True) as store, _lock_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
         database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
         artifacts = LocalArtifacts(data_dir / _ARTIFACTS)
@@ -146,6 +146,8 @@ def _backup(arguments: argparse.Namespace) -> int:
         _write(target, backup)
         _remove_stale_files(target, backup)
 
+    if store.is_older:
+        print(f"an older release wrote the database: the backup has its schema, and all artifacts of {data_dir}")
     size = format_bytes(copied.files[database_name].size_bytes)
     print(
         f"backed up {data_dir} to {target}: a database of {size} and {len(_list_artifact_ids(backup))} artifacts, "
@@ -170,7 +172,17 @@ def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _Da
     """Copy the database, and return the artifacts to back up.
 
     These are the artifacts that the copy refers to, and the unclaimed artifacts, which `skyrl-tx recover` can restore.
+    If an older release wrote the database, these are all artifacts: this release cannot read what that one refers to.
     """
+
+    def read_older_content(tx: Session) -> _DatabaseContent:
+        present = frozenset(artifacts.list_ids())
+        return _DatabaseContent(
+            referenced=present,
+            ephemeral=present,
+            identity=artifacts.read_identity() or Identity(store_id="", epoch=0),
+            is_postgresql=tx.get_bind().dialect.name == "postgresql",
+        )
 
     def read_content(tx: Session) -> _DatabaseContent:
         row = identity.get(tx)
@@ -186,6 +198,8 @@ def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _Da
             is_postgresql=tx.get_bind().dialect.name == "postgresql",
         )
 
+    if store.is_older:
+        return store.copy(target, read_older_content)
     unclaimed = identity.find_unclaimed(store, artifacts)
     content = store.copy(target, read_content)
     kept = tuple(sorted(unclaimed - set(content.referenced)))

@@ -1,10 +1,12 @@
 """`skyrl-tx keys`: create, list, rotate and revoke API keys."""
 
 import argparse
+import os
 import re
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 from sqlmodel import Session
@@ -18,9 +20,12 @@ from skyrl_tx.launch.command_line import (
     format_time,
     open_database,
     parse_duration_s,
+    parse_path,
     record_audit,
 )
 from skyrl_tx.store import keys
+from skyrl_tx.store.errors import SchemaOutdated
+from skyrl_tx.store.private_files import open_private
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
@@ -60,8 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     creating.add_argument("--name", help="the name of the key (default: OWNER)")
     creating.add_argument("--note", default="", help="a comment on the key")
+
+    creating.add_argument(
+        "--first-to",
+        type=parse_path,
+        metavar="FILE",
+        help="create the key only if the server never had one, and write it to a file with mode 0600 instead of "
+        "printing it",
+    )
     finish_parser(creating, _create)
 
+    # The other actions.
     listing = actions.add_parser("list", help="list all keys without their secret part")
     finish_list_parser(listing, _read_records, nothing="no keys")
 
@@ -94,24 +108,53 @@ def _create(arguments: argparse.Namespace) -> None:
         raise CommandError(f"owner {owner!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-'")
     if owner == keys.LOCAL_OWNER:
         raise CommandError(f"owner {owner!r} is reserved for data created without authentication; choose another name")
-    now = time.time()
-
-    def work(tx: Session) -> tuple[str, ApiKeyRow]:
-        key, row = keys.create(
-            tx,
-            owner=owner,
-            scope=arguments.scope,
-            name=arguments.name or owner,
-            note=arguments.note,
-            now=now,
-            expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
-        )
-        record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
-        return key, row
-
+    if arguments.first_to is not None:
+        _create_first(arguments, arguments.first_to)
+        return
     with open_database(arguments, create=True) as store:
-        key, row = store.write(work)
-    _print(key, row)
+        _print(*store.write(lambda tx: _add_key(tx, arguments)))
+
+
+def _add_key(tx: Session, arguments: argparse.Namespace) -> tuple[str, ApiKeyRow]:
+    now, owner = time.time(), arguments.owner
+    key, row = keys.create(
+        tx,
+        owner=owner,
+        scope=arguments.scope,
+        name=arguments.name or owner,
+        note=arguments.note,
+        now=now,
+        expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
+    )
+    record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
+    return key, row
+
+
+def _create_first(arguments: argparse.Namespace, file: Path) -> None:
+    """Create a key and write it to a file, unless the server already had a key."""
+
+    def work(tx: Session) -> bool:
+        if keys.has_any(tx):
+            return False
+        key, _ = _add_key(tx, arguments)
+        _write_key(file, key)  # before the commit, so that no key is lost if this process is killed
+        return True
+
+    try:
+        with open_database(arguments, create=True) as store:
+            is_created = store.write(work)
+    except SchemaOutdated:
+        is_created = False  # an older release wrote the database, so this is not the first start
+    print(f"wrote the key to {file}" if is_created else "this is not the first start: no key is created")
+
+
+def _write_key(file: Path, key: str) -> None:
+    temporary = file.with_name(f".{file.name}-{os.getpid()}")
+    with open(temporary, "w", opener=open_private) as opened:
+        opened.write(f"{key}\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.rename(file)
 
 
 def _rotate(arguments: argparse.Namespace) -> None:

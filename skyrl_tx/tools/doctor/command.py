@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
         findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
 
-    # Checks that open the database. Opening a database of an older release would migrate it, so that is skipped.
+    # Checks that open the database, if this release can use it.
     report: storage.ArtifactReport | None = None
     with ExitStack() as stack:
         store = None

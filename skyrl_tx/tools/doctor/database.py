@@ -5,20 +5,21 @@ import sqlite3
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.store import keys, migrations
-from skyrl_tx.store.database import HEAD, Store
+from skyrl_tx.store import keys
+from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.schema import HEAD, Schema, read_schema
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _LARGE_WAL_BYTES = 256 * 2**20
@@ -27,15 +28,14 @@ _CONNECTIONS = 20
 _SLOW_ROUND_TRIP_S = 0.005
 _MAX_CLOCK_GAP_S = 5.0
 _SIZE = "SELECT pg_database_size(current_database())"
-_UPGRADE = "take a backup with the release that wrote it, then start the server"
+_UPGRADE = "take a backup, then start the server"
 
 
 @dataclass(frozen=True, slots=True)
 class _DatabaseDescription:
-    """The schema version of a database, and the findings about the database system."""
+    """The schema of a database, and the findings about the database system."""
 
-    version: str | None
-    """The version of the schema, or None for an empty database."""
+    schema: Schema
     findings: tuple[Finding, ...]
 
 
@@ -48,7 +48,7 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
     # Can it be read at all?
     try:
         described = _describe(settings)
-    except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError) as problem:
+    except (ArgumentError, DBAPIError, StoreError, OSError, ImportError) as problem:
         cause = getattr(problem, "orig", None) or problem
         yield error(
             "database",
@@ -67,16 +67,16 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
         return
 
     yield from described.findings
-    yield from _check_version(described.version)
+    yield from _check_version(described.schema)
 
 
 def is_current(settings: ServerSettings) -> bool:
-    """Return whether the database has the schema of this release. Then opening it migrates nothing."""
+    """Return whether this release can use the database as it is."""
     try:
         described = _describe(settings)
-    except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError):
+    except (ArgumentError, DBAPIError, StoreError, OSError, ImportError):
         return False
-    return described is not None and described.version == HEAD
+    return described is not None and described.schema.is_usable
 
 
 def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
@@ -128,11 +128,14 @@ def _get_sqlite_path(settings: ServerSettings) -> Path:
 
 
 def _describe_sqlite(path: Path) -> _DatabaseDescription:
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)) as connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        version: str | None = None
-        if "alembic_version" in tables:
-            (version,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    engine = create_engine(
+        f"sqlite:///{path}", creator=lambda: sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+    )
+    try:
+        with engine.connect() as connection:
+            schema = read_schema(connection)
+    finally:
+        engine.dispose()
 
     # The size of the database and of its write-ahead log.
     log = path.with_name(f"{path.name}-wal")
@@ -146,7 +149,7 @@ def _describe_sqlite(path: Path) -> _DatabaseDescription:
                 "a program has been reading the database for a long time: find it with `fuser`, or restart the server",
             )
         )
-    return _DatabaseDescription(version, tuple(findings))
+    return _DatabaseDescription(schema, tuple(findings))
 
 
 def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
@@ -154,10 +157,8 @@ def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
     engine = create_engine(url.set(query={"connect_timeout": "5", **url.query}))
     try:
         with engine.connect() as connection:
-            version: str | None = None
-            if "alembic_version" in inspect(connection).get_table_names():
-                version = connection.scalar(text("SELECT version_num FROM alembic_version"))
-            return _DatabaseDescription(version, tuple(_examine_postgresql(connection, _describe_url(settings))))
+            findings = tuple(_examine_postgresql(connection, _describe_url(settings)))
+            return _DatabaseDescription(read_schema(connection), findings)
     finally:
         engine.dispose()
 
@@ -212,12 +213,15 @@ def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]
         )
 
 
-def _check_version(version: str | None) -> Iterator[Finding]:
+def _check_version(schema: Schema) -> Iterator[Finding]:
+    version = schema.version
     if version == HEAD:
         yield ok("database", f"schema {version} is current")
     elif version is None:
         yield ok("database", "it is empty; the first start creates the tables")
-    elif version in ("0001", *migrations.MIGRATIONS):
+    elif schema.is_usable:
+        yield ok("database", f"a newer release wrote schema {version}, which this release can use")
+    elif version < HEAD:
         message = (
             f"schema {version} is older than {HEAD}: the next start migrates it, and then older releases cannot use it"
         )

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import StaticPool
 from sqlmodel import Session
 
-from skyrl_tx.store import database, keys
+from skyrl_tx.store import keys, schema
 from skyrl_tx.store.dialect import PEER, Notifier, Role
 from skyrl_tx.store.sqlite import Sqlite, SqliteNotifier, _invalidate_if_rolled_back
 from tests.support.shared_statements import share_statements
@@ -89,10 +89,10 @@ class Database:
         self.connection.execute("PRAGMA foreign_keys=ON")
         share_statements()
         self.writer, self.reader = self._engine(writes=True), self._engine(writes=False)
-        database.upgrade(self.writer)
+        schema.upgrade(self.writer)
         self.keys: dict[str, str] = {}
 
-        with database.Session(self.writer) as tx:
+        with Session(self.writer) as tx:
             for owner in ("ann", "bob", "operator"):
                 scope = "admin" if owner == "operator" else "user"
                 self.keys[owner], _ = keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0)

@@ -89,6 +89,30 @@ def test_keys_of_yarn_may_be_absent_or_null():
     assert (rope.attention_factor, rope.truncate, rope.beta_slow, rope.beta_fast) == (1.0, False, 2.0, 32.0)
 
 
+SHORT = [1.0 + index / 64 for index in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "yarn", "factor": 4.0}, 4 * 40960),
+        ({"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 20480}, 40960),
+        ({"rope_type": "linear", "factor": 2.5}, 102400),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 8 * 40960),
+        ({"rope_type": "llama3", **LLAMA3}, 65536),
+        ({"rope_type": "dynamic", "factor": 4.0}, 40960),  # its frequencies depend on the length above it
+        ({"rope_type": "longrope", "short_factor": SHORT, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_type": "default"}, 40960),
+    ],
+)
+def test_a_scaled_rope_extends_the_context(rope, length):
+    """Model cards ask to add the scaling and to leave max_position_embeddings, for example for Qwen3."""
+    for key in ("rope_scaling", "rope_parameters"):
+        assert read(**{key: rope}).max_context_length == length
+    assert read(rope_scaling=rope, max_position_embeddings=1 << 20).max_context_length >= length
+
+
 def test_a_default_rope_in_the_new_spelling():
     config = read(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert config.blocks[0].mixer.rope == Rope(1e6)
@@ -102,13 +126,23 @@ def test_a_default_rope_in_the_new_spelling():
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            r"'yarn' without \['original_max_position_embeddings'\]",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}}, "factor"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "type 'proportional'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, r"'longrope' without \['short_factor'\]"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0]}}, "2 numbers in short_factor.* be 64"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            r"rope_scaling\.factor = 0; it must be a number above 0",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, r"rope_scaling\.factor = '4'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": -1}}, r"rope_scaling\.beta_fast = -1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'; it must be an object"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters and rope_scaling, which differ",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "odd"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -112,7 +112,7 @@ def test_ropes_of_gemma_3_by_kind_equal_those_of_older_files(theta: dict[str, An
         ({"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
         ({"layer_types": ["full_attention"] * 25}, "layer_types = .* 26 of"),
         ({"layer_types": ["chunked_attention"] * 26}, "chunked_attention"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling of type 'proportional'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters = .*rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "odd": 1}}}, "odd"),
         (

@@ -1,6 +1,7 @@
 import stat
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
+from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.process import signals
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreError, StoreInUse, ValueRefused
 
 
 def add_session(tx: Session, owner: str = "ann") -> str:
@@ -207,3 +209,16 @@ def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: py
             store.write(lambda tx: None)
     assert "'store-writer' ended" in str(signals.get_failure())
     store.close()
+
+
+def test_other_work_replaces_work_whose_value_is_refused(store: Store) -> None:
+    def write(name: str) -> Callable[[Session], str]:
+        return lambda tx: sessions.create(tx, owner=name, now=1.0)
+
+    refused = store.write_soon(write("\ud800"))
+    replaced, later = store.write_soon(write("\ud800"), write("plain")), store.write_soon(write("ann"))
+    with pytest.raises(ValueRefused, match="surrogates"):
+        refused.result()
+    assert list_owned(store, "plain") == [replaced.result()] and list_owned(store, "ann") == [later.result()]
+    with pytest.raises(ValueRefused):
+        store.read(lambda tx: sessions.find(tx, SessionId("\ud800")))

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -16,15 +17,16 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import database, futures, sessions
+from skyrl_tx.store import futures, schema, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable, ValueRefused
+from skyrl_tx.store.errors import SchemaOutdated, StoreError, StoreInUse, StoreUnreachable, ValueRefused
 from skyrl_tx.store.futures import NewRequest
 from tests.support import old_schemas
 from tests.support.postgresql_server import PostgresqlServer
 
 HOLD_ENGINE_ROLE = """
 import sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from skyrl_tx.store.database import Store
 store = Store.open(Path(sys.argv[1]), role="engine", url=sys.argv[2])
@@ -65,13 +67,38 @@ def test_migrations_create_the_tables_of_the_code(postgresql: PostgresqlServer, 
     if not is_new:
         with engine.begin() as connection:
             old_schemas.create(connection, "0001")
-    database.upgrade(engine)
+    schema.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, old_schemas.ALL_TABLES) == []
         partial = connection.execute(text("SELECT indexname FROM pg_indexes WHERE indexdef LIKE '%WHERE%'"))
         assert {"ix_requests_open", "ix_requests_loads", "ix_requests_prunable"} <= set(partial.scalars())
     engine.dispose()
+
+
+def test_a_server_does_not_migrate_while_another_one_runs(postgresql: PostgresqlServer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(schema, "_SERVERS_END_S", 0.0)
+    url = postgresql.new_database(empty=True)
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        old_schemas.create(connection, "0017")
+    engine.dispose()
+    with (
+        psycopg.connect(url, application_name="skyrl_tx engine, process 12 on node-1"),
+        pytest.raises(StoreInUse, match="while a server uses it: skyrl_tx engine, process 12 on node-1; stop all"),
+    ):
+        Store.open(tmp_path, role="api", url=url)
+    with pytest.raises(SchemaOutdated):
+        Store.open(tmp_path, role="tool", url=url)
+
+    # Engines of this release that start together do not prevent each other's migration.
+    with ThreadPoolExecutor() as pool:
+        opening = [
+            pool.submit(Store.open, tmp_path / str(number), role="engine", url=url, is_shared=True)
+            for number in range(3)
+        ]
+    for opened in opening:
+        opened.result().close()
 
 
 def test_engine_role_is_exclusive_across_data_directories(tmp_path: Path, open_store) -> None:

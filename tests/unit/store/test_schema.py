@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store import database, futures, migrations, models
+from skyrl_tx.store import futures, migrations, models, schema, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.dialect import PEER, Role, lock_role
+from skyrl_tx.store.errors import SchemaOutdated, StoreError, StoreInUse
 from tests.support import old_schemas
 
 OPEN_TWICE = """
@@ -31,12 +33,12 @@ def test_migrations_create_the_tables_of_the_code(tmp_path: Path, is_new: bool) 
     if not is_new:
         with engine.begin() as connection:
             old_schemas.create(connection, "0001")
-    database.upgrade(engine)
+    schema.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, old_schemas.ALL_TABLES) == []
         assert connection.execute(text("SELECT * FROM answer_counter")).all() == [(1, 0)]
-        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == schema.HEAD
     engine.dispose()
 
 
@@ -53,10 +55,73 @@ def test_a_database_of_a_newer_release_is_refused_unchanged(tmp_path: Path) -> N
     Store.open(tmp_path, role="api").close()
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999', compatible_from = '9998'"))
     engine.dispose()
     with pytest.raises(StoreError, match=r"skyrl_tx\.db has schema version '9999'.*0001.*newer release"):
         Store.open(tmp_path, role="api")
+
+
+def test_this_release_continues_on_a_compatible_database_of_the_next_one(tmp_path: Path, monkeypatch) -> None:
+    write_old_database(tmp_path / "skyrl_tx.db", schema.HEAD)
+    with monkeypatch.context() as patched:
+        old_schemas.use_next_release(patched)
+        Store.open(tmp_path, role="api").close()
+        version = schema.HEAD
+    assert version > schema.HEAD
+
+    with closing(Store.open(tmp_path, role="api")) as api, closing(Store.open(tmp_path, role="engine")) as engine:
+        session_id = api.write(lambda tx: sessions.create(tx, owner="ann", now=1.0))
+        new = futures.NewRequest(key="", kind="sample", owner="ann", session_id=session_id, body=b"b")
+        submitted = api.write(lambda tx: futures.submit(tx, new, 5.0))
+        engine.write(
+            lambda tx: futures.complete(tx, submitted.request_id, b"answer", failed=False, effect_order=None, now=6.0)
+        )
+    with closing(Store.open(tmp_path, role="tool", creates=False)) as tool:
+        found = tool.read(lambda tx: tx.connection().execute(text("SELECT priority FROM requests ORDER BY position")))
+        assert found.scalars().all() == [5, 5, 5]
+        assert tool.read(lambda tx: schema.read_schema(tx.connection())).version == version, "not migrated back"
+
+
+def test_a_database_that_is_not_compatible_with_this_release_is_refused(tmp_path: Path, monkeypatch) -> None:
+    Store.open(tmp_path, role="api").close()
+    with monkeypatch.context() as patched:
+        old_schemas.use_next_release(patched, compatible_from=f"{int(schema.HEAD) + 1:04}")
+        Store.open(tmp_path, role="api").close()
+    with pytest.raises(StoreError, match=r"run the newer release that wrote it"):
+        Store.open(tmp_path, role="tool")
+
+
+def test_only_a_server_migrates(tmp_path: Path) -> None:
+    write_old_database(tmp_path / "skyrl_tx.db", "0017")
+    with pytest.raises(
+        SchemaOutdated, match=r"version '0017' of an older release: run the release .* start the server"
+    ):
+        Store.open(tmp_path, role="tool")
+    with closing(Store.open(tmp_path, role="tool", accepts_older=True)) as tool:
+        assert tool.is_older and tool.read(lambda tx: schema.read_schema(tx.connection())).version == "0017"
+    with closing(Store.open(tmp_path, role="engine")) as engine:
+        assert engine.read(lambda tx: schema.read_schema(tx.connection())) == schema.Schema(
+            schema.HEAD, schema.COMPATIBLE_FROM
+        )
+
+
+@pytest.mark.parametrize("role", ["api", "engine"])
+def test_a_server_does_not_migrate_while_another_one_runs(tmp_path: Path, role: Role, monkeypatch) -> None:
+    monkeypatch.setattr(schema, "_SERVERS_END_S", 0.0)
+    write_old_database(tmp_path / "skyrl_tx.db", "0017")
+    with lock_role(tmp_path, PEER[role]), pytest.raises(StoreInUse, match=rf"its {PEER[role]} runs as .*stop all"):
+        Store.open(tmp_path, role=role)
+    with pytest.raises(SchemaOutdated):
+        Store.open(tmp_path, role="tool")
+    Store.open(tmp_path, role=role).close()
+
+
+def test_a_command_creates_no_tables_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "skyrl_tx.db").touch()
+    with pytest.raises(StoreError, match="is empty: no server has stored anything there"):
+        Store.open(tmp_path, role="tool", creates=False)
+    Store.open(tmp_path, role="tool").close()
+    Store.open(tmp_path, role="tool", creates=False).close()
 
 
 def test_a_failed_migration_rolls_back(tmp_path: Path) -> None:
@@ -108,7 +173,7 @@ def write_old_database(path: Path, revision: str) -> None:
 
 
 def revisions() -> list[str]:
-    return [f"{number:04}" for number in range(1, int(database.HEAD) + 1)]
+    return [f"{number:04}" for number in range(1, int(schema.HEAD) + 1)]
 
 
 @pytest.mark.parametrize("revision", revisions())
@@ -145,6 +210,6 @@ def test_a_database_of_the_first_release_is_upgraded(tmp_path: Path) -> None:
     Store.open(tmp_path, role="api").close()
     with engine.connect() as connection:
         assert connection.execute(text("SELECT effect_order FROM snapshots")).scalar_one() == 7
-        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == schema.HEAD
         assert compare_metadata(MigrationContext.configure(connection), old_schemas.ALL_TABLES) == []
     engine.dispose()

@@ -26,7 +26,9 @@ spec:
       command:
         - skyrl-tx
         - engine
-        - --engines={{ max 2 .root.Values.engines.replicas }}
+        # All numbers above 1 mean the same: other engines share the database. This number is not
+        # engines.replicas, so that scaling does not restart the engines that run.
+        - --engines=2
         - --config=/etc/skyrl-tx/config.yaml
         {{- if .isGroup }}
         - --launcher=lws

@@ -55,7 +55,9 @@ def test_frame_with_a_wrong_stated_size_is_refused() -> None:
     assert_refused(400, "not zstd", body(honest.replace(stated, (10).to_bytes(4, "little")), "zstd"))
 
 
-@pytest.mark.parametrize("data", [b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "data", [b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"a": "\\u0000"}']
+)
 def test_other_json_than_objects_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
         body(data).parse_object()
@@ -64,6 +66,25 @@ def test_other_json_than_objects_is_refused(data: bytes) -> None:
 
 def test_empty_body_is_an_empty_object() -> None:
     assert body(b"").parse_object() == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (b'{"tags": ["b", "a\\u0000"]}', r"tags[1] 'a\x00'"),
+        (b'{"points": [{"values": {"\\u0000": 1}}]}', r"points[0].values key '\x00'"),
+        (b'{"a": {"\\udead": 1}}', r"a key '\udead'"),
+        (b'{"\\u0000": 1, "n": NaN}', r"key '\x00'"),
+    ],
+)
+def test_text_that_no_database_stores_is_named(data: bytes, place: str) -> None:
+    with pytest.raises(ApiError, match="U\\+0000") as error:
+        body(data).parse_object()
+    assert error.value.detail.startswith(f"{place}: ")
+
+
+def test_pairs_of_surrogates_and_escaped_backslashes_are_text() -> None:
+    assert body(b'{"a": "\\ud83d\\ude00", "b": "\\\\u0000"}').parse_object() == {"a": "\U0001f600", "b": "\\u0000"}
 
 
 def test_first_wrong_field_is_named() -> None:

@@ -20,6 +20,7 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.cli import main
+from tests.support.denied import deny_directory
 from tests.support.live_engine import live_engine
 
 
@@ -75,6 +76,22 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
     status = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return status, out, err
+
+
+@pytest.mark.parametrize("command", ["status", "keys list", "runs list", "backup /tmp/backup", "usage", "audit"])
+def test_a_command_names_the_owner_of_a_data_directory_that_it_may_not_enter(command: str, capsys) -> None:
+    with deny_directory("skyrl_tx.db") as (data_dir, reason):
+        assert main([*command.split(), "--data-dir", str(data_dir)]) == 1
+    name = command.split()[0]
+    assert capsys.readouterr().err == f"skyrl-tx {name}: --data-dir {data_dir}: {reason}\n"
+
+
+@pytest.mark.parametrize("command", ["serve --base-model tiny", "serve --base-model x --backend fake --port 0"])
+def test_a_server_names_the_owner_of_a_data_directory_that_it_may_not_enter(command: str, capsys) -> None:
+    with deny_directory("skyrl_tx.db") as (data_dir, reason):
+        assert main([*command.split(), "--data-dir", str(data_dir)]) == 1
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("skyrl-tx serve: ") and f"{data_dir}" in shown and reason in shown
 
 
 def test_list_runs_as_table_and_json(data_dir, runs, capsys) -> None:

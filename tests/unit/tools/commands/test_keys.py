@@ -1,16 +1,20 @@
 """`skyrl-tx keys`, and the owner of an import."""
 
+import errno
 import json
+import stat
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.commands import adapters
+from tests.support import old_schemas
 
 
 def run(data_dir: Path, *arguments: str) -> int:
@@ -30,6 +34,34 @@ def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 0
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 1
     assert "is already revoked" in capsys.readouterr().err
+
+
+def test_the_first_key_is_written_once_to_a_file(tmp_path: Path, capsys, monkeypatch) -> None:
+    create = ("create", "root", "--admin", "--first-to", str(tmp_path / "first-key"))
+
+    # A failed write of the file leaves no key, so that the next start tries again.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        assert run(tmp_path / "data", *create) == 1
+    assert list_keys(tmp_path / "data", capsys) == []
+
+    assert run(tmp_path / "data", *create) == 0
+    key = (tmp_path / "first-key").read_text().strip()
+    assert key.startswith("tml-") and stat.S_IMODE((tmp_path / "first-key").stat().st_mode) == 0o600
+    assert run(tmp_path / "data", *create) == 0 and run(tmp_path / "data", "revoke", "1") == 0
+    assert run(tmp_path / "data", *create) == 0, "also after its revocation"
+    assert (tmp_path / "first-key").read_text().strip() == key
+    assert key not in "".join(capsys.readouterr()) and len(list_keys(tmp_path / "data", capsys)) == 1
+
+
+def test_a_database_of_an_older_release_gets_no_first_key(tmp_path: Path) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
+    with engine.begin() as connection:
+        old_schemas.create(connection, "0017")
+    engine.dispose()
+    assert run(tmp_path, "create", "root", "--first-to", str(tmp_path / "first-key")) == 0
+    assert not (tmp_path / "first-key").exists()
+    assert run(tmp_path, "create", "root") == 1
 
 
 def list_keys(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str | None]]:

@@ -10,7 +10,8 @@ import pytest
 import sqlalchemy as sa
 
 from skyrl_tx.store import keys
-from skyrl_tx.store.database import HEAD, Store
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.schema import HEAD
 from skyrl_tx.tools.doctor import database
 from skyrl_tx.tools.doctor.findings import Finding
 from tests.support import old_schemas

@@ -1,0 +1,68 @@
+"""Explain errors of files and directories in one line, with owner and mode if access is denied."""
+
+import errno
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def get_home() -> Path:
+    """Return the home directory, or `/` for a user without one, for example in a container."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def explain_os_error(error: OSError, about: Path | None = None) -> str:
+    """Return what failed and what to do about it, in one line.
+
+    The line begins with `about`, or else with the path that the error names.
+    """
+    name = error.filename if isinstance(error.filename, str) else about
+    if name is None:
+        return " ".join(str(error).split())
+    path, about = Path(name).absolute(), about or Path(name)
+
+    # A file has the name of a directory.
+    file = next((parent for parent in reversed(path.parents) if parent.is_file()), None)
+    if error.errno == errno.EEXIST or (error.errno == errno.ENOTDIR and file is not None):
+        return f"{about}: {file or path} is a file, not a directory"
+
+    # No permission.
+    blocker = find_blocker(path) if error.errno in (errno.EACCES, errno.EPERM) else None
+    if blocker is None:
+        return f"{about}: {error.strerror or error}"
+    return f"{about}: {'' if blocker == about else f'{blocker} '}{describe_owner(blocker)}"
+
+
+def find_blocker(path: Path) -> Path | None:
+    """Return the file or directory that denies this process access to a path, or None."""
+    for parent in reversed(path.parents):
+        if not _has_access(parent, os.X_OK):
+            return parent if parent.exists() else parent.parent  # its parent must be writable to create it
+    if not path.exists():
+        return None if _has_access(path.parent, os.W_OK) else path.parent
+    needed = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    return None if _has_access(path, needed) else path
+
+
+def _has_access(path: Path, needed: int) -> bool:
+    return os.access(path, needed, effective_ids=os.access in os.supports_effective_ids)
+
+
+def describe_owner(path: Path) -> str:
+    """Return the owner and mode of a path, and what a user without access can do."""
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == os.geteuid():
+        return f"has mode {mode:04o}: change its mode"
+    return f"belongs to {_get_user_name(status.st_uid)} (mode {mode:04o}): run as that user"
+
+
+def _get_user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
