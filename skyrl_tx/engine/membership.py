@@ -233,7 +233,8 @@ class Membership:
                 "engine %d (process %d on %s) is stuck: it has published no status for %.0f s, and loses its lease"
             )
             _log.error(silence, row.number, row.pid, row.host, now - last.since)
-            self.context.store.write(lambda tx: leases.revoke(tx, pid))
+            # Read, because the stuck engine may hold the write lock.
+            self.context.store.read(lambda tx: leases.revoke(tx, pid))
 
     def _balance_models(self) -> None:
         """Give one idle model to an engine that has fewer models, for example to a new engine."""

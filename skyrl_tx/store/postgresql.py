@@ -20,6 +20,7 @@ import psycopg
 from psycopg import IsolationLevel
 from psycopg.conninfo import make_conninfo
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session
 
@@ -83,6 +84,13 @@ WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_datab
 LIMIT 1
 """
 _HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_END_SILENT_WRITER = """
+SELECT pg_terminate_backend(pid), application_name FROM pg_locks JOIN pg_stat_activity USING (pid)
+WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND classid = %s AND objid = %s AND objsubid = 2
+      AND wait_event_type = 'Client' AND state_change < clock_timestamp() - %s * interval '1 second'
+"""
+"""Ends the connection that holds the write lock, if its process has been silent for some seconds."""
 _SERVER = text(
     "SELECT application_name FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
     " AND application_name ~ '^skyrl_tx (api|engine)' LIMIT 1"
@@ -155,7 +163,12 @@ class Postgresql(Dialect):
             has_connected = True
 
         def on_begin(connection: Connection) -> None:
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s, %s)", (LOCK_CLASS, _WRITE_LOCK))
+            try:
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s, %s)", (LOCK_CLASS, _WRITE_LOCK))
+            except DBAPIError as error:
+                if isinstance(error.orig, psycopg.errors.LockNotAvailable):
+                    self._end_silent_writer()
+                raise
 
         def on_commit(connection: Connection) -> None:
             connection.exec_driver_sql(f"NOTIFY {_CHANNELS[PEER[role]].decode()}")
@@ -189,6 +202,11 @@ class Postgresql(Dialect):
             except BaseException:
                 connection.close()
                 raise
+            if writes:
+                # A process that stops inside a transaction loses it before other writers give up.
+                idle_ms = str(round(self._silence_s * 1000))
+                connection.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", (idle_ms,))
+                connection.commit()
             connection.isolation_level = IsolationLevel.READ_COMMITTED if writes else IsolationLevel.REPEATABLE_READ
             connection.read_only = not writes
 
@@ -198,6 +216,20 @@ class Postgresql(Dialect):
     def _prepare(self, connection: psycopg.Connection) -> None:
         connection.execute(_SETTINGS, {"lock_timeout": str(round(self._busy_timeout_s * 1000))})
         connection.commit()
+
+    @property
+    def _silence_s(self) -> float:
+        """How long a process may stand still inside a write transaction."""
+        return max(1.0, self._busy_timeout_s / 2)
+
+    def _end_silent_writer(self) -> None:
+        """End the transaction of a process that no longer reads what the database sends to it.
+
+        PostgreSQL's own timeout ends only transactions that are idle between two statements.
+        """
+        with self._connect("tool", "watches") as connection:
+            for _, name in connection.execute(_END_SILENT_WRITER, (LOCK_CLASS, _WRITE_LOCK, self._silence_s)):
+                _log.error("ended the connection of %s, which stood still inside a write transaction", name)
 
     def _take_engine_role(self, connection: psycopg.Connection) -> None:
         lock = LOCK_CLASS, _ROLE_LOCKS["engine"]
@@ -287,11 +319,7 @@ class Postgresql(Dialect):
 
         The connection of an API process also holds the lock of its role.
         """
-        _, arguments = self._url.get_dialect()().create_connect_args(self._url)
-        conninfo = make_conninfo(**{key: str(value) for key, value in arguments.items()})
-        connection = psycopg.connect(
-            conninfo, autocommit=True, application_name=_make_application_name(role, "listens")
-        )
+        connection = self._connect(role, "listens")
         try:
             self._prepare(connection)
             if role == "api":
@@ -301,6 +329,11 @@ class Postgresql(Dialect):
             connection.close()
             raise
         return connection
+
+    def _connect(self, role: Role, purpose: str) -> psycopg.Connection:
+        _, arguments = self._url.get_dialect()().create_connect_args(self._url)
+        conninfo = make_conninfo(**{key: str(value) for key, value in arguments.items()})
+        return psycopg.connect(conninfo, autocommit=True, application_name=_make_application_name(role, purpose))
 
     def classify_error(self, cause: BaseException) -> Failure:
         """Classify an error by its SQLSTATE.

@@ -3,15 +3,23 @@
 Work of an engine that ended continues on another engine, bit for bit.
 """
 
+import threading
 from collections import Counter
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import engine_state, futures, models, sampling_sessions
+from skyrl_tx.engine.membership import STUCK_S, Membership
+from skyrl_tx.store import engine_state, futures, leases, models, sampling_sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
+from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
+from tests.support.polling import until
 from tests.support.several_engines import SeveralEngines
 
 NUM_STEPS = 6
@@ -148,3 +156,28 @@ def record_status(tx: Session, number: int) -> None:
     """Record a status for an engine that has ended, as if it had just been published."""
     row = next(row for row in engine_state.list_engines(tx) if row.number == number)
     row.updated_at = engine_state.get_shared_time(tx)
+
+
+def test_a_stuck_engine_is_ended_while_it_holds_the_write_lock(harness, tmp_path, postgresql_url) -> None:
+    def open_engine(name: str, busy_timeout_s: float) -> Store:
+        data_dir = tmp_path / name
+        return Store.open(data_dir, role="engine", url=postgresql_url, is_shared=True, busy_timeout_s=busy_timeout_s)
+
+    with closing(open_engine("stuck", 60.0)) as stuck, closing(open_engine("watching", 1.0)) as watching:
+        started, go_on = threading.Event(), threading.Event()
+        written = stuck.write_soon(lambda tx: started.set() or go_on.wait(30))
+        assert started.wait(10)
+
+        # The other engine waits until the status is too old.
+        number = stuck.engine_number
+        row = EngineStateRow(number=number, boot_id="b", pid=1, status="ready", capabilities={}, base_models=[])
+        row.updated_at = 1.0
+        membership = Membership(SimpleNamespace(store=watching), schedule=None, balancer=None)
+        for now in (0.0, STUCK_S + 1):
+            holders = watching.read(leases.get_holders)
+            membership._end_if_stuck(row, holders[number], now)
+
+        until(lambda: number not in watching.read(leases.get_holders))
+        go_on.set()
+        with pytest.raises(StoreUnreachable):
+            written.result(10)

@@ -1,5 +1,6 @@
 """Tests for PostgreSQL only. The other tests in this directory run on both databases."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +20,25 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import futures, schema, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import SchemaOutdated, StoreError, StoreInUse, StoreUnreachable, ValueRefused
+from skyrl_tx.store.errors import SchemaOutdated, StoreBlocked, StoreError, StoreInUse, StoreUnreachable, ValueRefused
 from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.leases import LOCK_CLASS
 from tests.support import old_schemas
 from tests.support.postgresql_server import PostgresqlServer
 
+STOP_IN_A_WRITE = """
+import os, signal, sys
+from pathlib import Path
+from skyrl_tx.store.database import Store
+store = Store.open(Path(sys.argv[1]), role=sys.argv[2], url=sys.argv[3], is_shared=True)
+def stop(tx):
+    print("stops", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    store.write(stop)
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
 HOLD_ENGINE_ROLE = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +135,43 @@ def test_a_killed_engine_releases_its_role(tmp_path: Path, open_store, database_
         assert engine.stdout is not None and engine.stdout.readline() == "open\n"
         engine.kill()
     open_store("engine")
+
+
+def test_a_writer_that_stands_still_loses_its_transaction(open_store, session_id: SessionId) -> None:
+    still, other = open_store("api", busy_timeout_s=1.0), open_store("api")
+    started, go_on = threading.Event(), threading.Event()
+    written = still.write_soon(lambda tx: started.set() or (go_on.wait(20), submit(tx, session_id, "model/m/1")))
+    assert started.wait(10)
+    assert other.write(lambda tx: submit(tx, session_id, "model/m/2")).is_new
+    go_on.set()
+    with pytest.raises(StoreUnreachable):
+        written.result(20)
+    assert still.write(lambda tx: submit(tx, session_id, "model/m/1")).is_new, "it connects again"
+
+
+def test_a_writer_that_reads_no_rows_loses_its_transaction(open_store, database_url: str, session_id, caplog) -> None:
+    store = open_store("api", busy_timeout_s=1.5)
+    with psycopg.connect(database_url, application_name="skyrl_tx engine, process 12") as stopped:
+        stopped.execute("SELECT pg_advisory_xact_lock(%s, 1)", (LOCK_CLASS,))
+        stopped.pgconn.send_query(b"SELECT repeat('x', 1000) FROM generate_series(1, 100000)")
+        with pytest.raises(StoreBlocked):
+            store.write(lambda tx: submit(tx, session_id))
+        assert store.write(lambda tx: submit(tx, session_id)).is_new
+        stopped.close()
+    assert "ended the connection of skyrl_tx engine, process 12, which stood still" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["api", "engine"])
+def test_a_stopped_process_does_not_stop_the_others(tmp_path, open_store, database_url, session_id, role: str) -> None:
+    other = open_store("api")
+    command = [sys.executable, "-c", STOP_IN_A_WRITE, tmp_path / "stopped", role, database_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stopped:
+        assert stopped.stdout is not None and stopped.stdout.readline() == "stops\n"
+        assert other.write(lambda tx: submit(tx, session_id)).is_new
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.stdout.readline() == "StoreUnreachable\n"
+        stopped.kill()
 
 
 def test_the_engine_notifies_every_api(open_store) -> None:
