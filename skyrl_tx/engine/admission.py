@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from skyrl_tx.contract.results import Result
 from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause
 
@@ -51,8 +52,8 @@ class Admission:
     is_counting_usage = False
     """Whether there are quotas that need usage counts, for example tokens per day.
 
-    If so, the engine calls `record_start`, `record_end` and `list_pauses`, and calls `may_start`
-    again to count the waiting requests that are paused.
+    If so, the engine calls `record_start`, `record_drawn`, `record_end` and `list_pauses`, and calls
+    `may_start` again to count the waiting requests that are paused.
     """
 
     def refresh(self) -> None:
@@ -65,11 +66,14 @@ class Admission:
         """Decide whether a request starts. There is capacity for it."""
         return START
 
-    def record_start(self, queued: QueuedRequest) -> None:
-        """Count a request that is about to start."""
+    def record_start(self, queued: QueuedRequest, num_tokens: int) -> None:
+        """Charge a request that is about to start with the most tokens that it can use."""
+
+    def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
+        """Count the tokens of a sample that ends or is cancelled, and settle its charge."""
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
-        """Count a result.
+        """Count a result, and settle the charge of the request.
 
         The request may have failed before it started, or started in a previous engine.
         """

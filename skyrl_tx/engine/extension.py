@@ -13,6 +13,7 @@ from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.admission import MakeAdmission
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
@@ -65,9 +66,17 @@ class ResultObserver:
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Observe a sample request.
+        """Observe a completed sample request.
 
         `origin` is the model and the optimizer step of the sampled weights.
+        """
+
+    def observe_drawn(
+        self, queued: QueuedRequest, drawn: DrawnTokens, origin: Origin, device_s: float
+    ) -> ObserverRows | None:
+        """Observe the tokens of a sample request, also if it was cancelled or its session ended.
+
+        These rows are always written.
         """
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:

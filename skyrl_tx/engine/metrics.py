@@ -30,6 +30,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelPass, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepOutput, Result, SampleOutput
 from skyrl_tx.engine.activity import Watchdog
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
@@ -169,8 +170,10 @@ class EngineMetrics:
 
         # Sampling.
         self._samples = counter("samples_finished", "Samples that ended.", "reason")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed sample requests.", "cached")
-        self._generated = counter("generation_tokens", "Sampled tokens of completed requests.")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of completed and cancelled sample requests.", "cached"
+        )
+        self._generated = counter("generation_tokens", "Sampled tokens of completed and cancelled requests.")
         self._first_token_s = histogram(
             "time_to_first_token_seconds", "Time from the arrival of a sample request to its first token.", _WAITS_S
         )
@@ -222,7 +225,8 @@ class EngineMetrics:
             case OptimStepOutput():
                 self.totals["optim_steps"] += 1
             case SampleOutput() if isinstance(request, Sample):
-                self._count_sample(owner, request, result)
+                for sequence in result.sequences:
+                    self._samples.labels(sequence.stop_reason).inc()
             case Failure() if isinstance(request, Sample):
                 self._samples.labels("error").inc(request.num_samples)
             case _:
@@ -236,19 +240,17 @@ class EngineMetrics:
         if not math.isfinite(result.metrics.get("loss:sum", 0.0)):
             self.count_nonfinite("loss")
 
-    def _count_sample(self, owner: str, request: Sample, result: SampleOutput) -> None:
-        cached = result.prompt.cache_hit_tokens
-        num_tokens = sum(sequence.tokens.size for sequence in result.sequences)
-        self._prompt_tokens.labels("true").inc(cached)
-        self._prompt_tokens.labels("false").inc(max(request.prompt.size - cached, 0))
-        self._generated.inc(num_tokens)
-        self.totals["prompt_tokens"] += request.prompt.size
-        self.totals["prompt_tokens_cached"] += cached
-        self.totals["generation_tokens"] += num_tokens
-        self._count_owner(owner, "prefill", request.prompt.size)
-        self._count_owner(owner, "sampled", num_tokens)
-        for sequence in result.sequences:
-            self._samples.labels(sequence.stop_reason).inc()
+    def count_drawn(self, owner: str, drawn: DrawnTokens) -> None:
+        """Count the tokens of a sample request that has ended or was cancelled."""
+        num_prompt = drawn.prompt + drawn.cached
+        self._prompt_tokens.labels("true").inc(drawn.cached)
+        self._prompt_tokens.labels("false").inc(drawn.prompt)
+        self._generated.inc(drawn.sampled)
+        self.totals["prompt_tokens"] += num_prompt
+        self.totals["prompt_tokens_cached"] += drawn.cached
+        self.totals["generation_tokens"] += drawn.sampled
+        self._count_owner(owner, "prefill", num_prompt)
+        self._count_owner(owner, "sampled", drawn.sampled)
 
     def _count_owner(self, owner: str, kind: str, num_tokens: float) -> None:
         owners = self._owners

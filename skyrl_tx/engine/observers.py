@@ -14,6 +14,7 @@ from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import BASE_WEIGHTS, Origin
@@ -59,6 +60,15 @@ class ResultObservers:
         return _combine_rows(
             observer.observe_sample(queued, request, output, origin, now, device_s) for observer in self.observers
         )
+
+    def observe_drawn(
+        self, queued: QueuedRequest, request: Sample, drawn: DrawnTokens, device_s: float
+    ) -> ObserverRows | None:
+        """Return the rows about the tokens of a sample request, also of a cancelled one."""
+        if not self.observers:
+            return None
+        origin = self._find_origin(queued.sampling_session_id, request.sampler)
+        return _combine_rows(observer.observe_drawn(queued, drawn, origin, device_s) for observer in self.observers)
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
         """Return the rows about a save of a named checkpoint."""

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 from sqlmodel import Session
 
@@ -180,7 +181,7 @@ class RequestLog:
     meters: EngineMetrics = field(default_factory=EngineMetrics)
     on_result: Callable[[QueuedRequest, Result], None] | None = None
     """Called for each request that has a result."""
-    _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
+    _pending: deque[Future[Any]] = field(default_factory=deque[Future[Any]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
 
     def commit(
@@ -244,6 +245,10 @@ class RequestLog:
         self.store.write(self._make_transaction(queued, result, rows, observed))
         self._count_result(queued, result)
         self.attempts.forget([queued.request_id])
+
+    def write_rows(self, rows: ObserverRows) -> None:
+        """Write the rows of observers without a result, and without waiting for the disk."""
+        self._pending.append(self.store.write_soon(lambda tx: rows(tx, time.time())))
 
     def _count_result(self, queued: QueuedRequest, result: Result) -> None:
         self.meters.record_completion(

@@ -1,6 +1,7 @@
 """Assemble the output of a sample request from deltas, and find stop strings in it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -23,6 +24,17 @@ The window may start or end inside a character, whose bytes decode to up to thre
 characters, and the tokenizer may drop a space at the start.
 """
 _CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTokens:
+    """The tokens of a sample request so far, also of a request that was cancelled."""
+
+    prompt: int
+    """Prompt tokens that were computed."""
+    cached: int
+    """Prompt tokens that were found in the prefix cache."""
+    sampled: int
 
 
 class SampleAssembler:
@@ -51,6 +63,15 @@ class SampleAssembler:
     def num_open(self) -> int:
         """Number of samples that have not ended."""
         return sum(sequence.stop_reason is None for sequence in self._sequences)
+
+    def count_tokens(self) -> DrawnTokens:
+        """Return the number of tokens so far. The prompt counts from the start of the request."""
+        num_cached = self._prompt.cache_hit_tokens
+        return DrawnTokens(
+            prompt=max(self.request.prompt.size - num_cached, 0),
+            cached=num_cached,
+            sampled=sum(sequence.count_tokens() for sequence in self._sequences),
+        )
 
     def build_output(self) -> SampleOutput:
         """Return the output of all samples. All of them must have ended."""
@@ -83,6 +104,9 @@ class _Sequence:
             self.stop_reason = "stop"
             self._num_dropped = len(delta.tokens) - num_kept
         return num_kept is not None
+
+    def count_tokens(self) -> int:
+        return sum(delta.tokens.size for delta in self._deltas) - self._num_dropped
 
     def join(self) -> SampledSequence:
         assert self.stop_reason is not None

@@ -18,7 +18,7 @@ from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import SlotsBusy
-from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
 from skyrl_tx.process.failpoints import failpoint
@@ -230,10 +230,15 @@ class SamplingExecutor:
             self._context.request_log.meters.count_cancelled(get_sample(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
-        """Drop requests, waiting or running. Returns the dropped ones."""
+        """Drop requests, waiting or running. Returns the dropped ones.
+
+        The tokens that running requests have drawn are counted.
+        """
         removed = [running.queued for running in self._running.values() if running.queued.request_id in request_ids]
-        for queued in removed:
-            self._drop(self._running[queued.request_id])
+        for running in [self._running[queued.request_id] for queued in removed]:
+            self._drop(running)
+            if (rows := self._count_drawn(running)) is not None:
+                self._context.request_log.write_rows(rows)
         self._context.attempts.forget(request_ids)
         waiting = self._queue.remove(request_ids)
         self.num_bytes -= sum(queued.num_bytes for queued in waiting)
@@ -308,13 +313,14 @@ class SamplingExecutor:
 
     def _start_request(self, queued: QueuedRequest) -> _Running:
         """Make the head of a queue a running request. None of its samples is in the backend yet."""
-        if self._context.admission.is_counting_usage:
-            self._context.admission.record_start(queued)
         self._queue.record_start(queued)
         cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner
         request = prepare.make_sample_request(
             queued.request_id, get_sample(queued), self._context.capabilities, cache_scope
         )
+        if self._context.admission.is_counting_usage:
+            num_tokens = request.prompt.size + request.num_samples * (request.params.max_tokens or 0)
+            self._context.admission.record_start(queued, num_tokens)
         running = _Running(queued, SampleAssembler(request, self._context.backend.text_of))
         self._running[queued.request_id] = running
         self.num_bytes -= queued.num_bytes
@@ -418,8 +424,12 @@ class SamplingExecutor:
         recorded = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
         logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in recorded}
 
+        drawn_rows = self._count_drawn(running)
+
         def rows(tx: Session) -> None:
             name, now = queued.sampling_session_id, time.time()
+            if drawn_rows is not None:
+                drawn_rows(tx, now)
             if name is not None:
                 sampling_sessions.record_use(tx, name, now)
             if queued.is_streamed:
@@ -429,6 +439,14 @@ class SamplingExecutor:
 
         observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
         self._context.request_log.commit(queued, output, rows, observed=observed)
+
+    def _count_drawn(self, running: _Running) -> ObserverRows | None:
+        """Count the tokens of a request that ends, and return the rows about them."""
+        queued, drawn = running.queued, running.assembler.count_tokens()
+        self._context.request_log.meters.count_drawn(queued.owner, drawn)
+        if self._context.admission.is_counting_usage:
+            self._context.admission.record_drawn(queued, drawn)
+        return self._context.observers.observe_drawn(queued, get_sample(queued), drawn, running.clock_s)
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Stop counting the memory of a request, because it has a result."""

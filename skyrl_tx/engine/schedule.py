@@ -333,7 +333,7 @@ class Schedule:
 
     def _start_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         if self.admission.is_counting_usage:
-            self.admission.record_start(queued)
+            self.admission.record_start(queued, queued.num_tokens)
         return self._take_request(queue, queued)
 
 

@@ -3,8 +3,9 @@
 Daily tokens are counted in memory. The engine reads them from `usage` when it starts, when quotas
 change, when a day starts, and every minute, and in between adds the tokens of the requests that it
 runs. With multiple engines it reads them every five seconds, because it learns about the work of
-other engines only from the database. A pass counts when it starts and a sample when it ends. So an
-owner can exceed its quota by one pass, and by the samples that are running.
+other engines only from the database. A request is charged when it starts: a pass with its tokens,
+and a sample request with the most tokens that it can draw. The charge is settled when the request
+ends or is cancelled. So an owner can exceed its quota only by its last request.
 
 Models and checkpoints are counted in the database whenever one is created.
 """
@@ -25,9 +26,10 @@ from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Sample, SaveWeights
-from skyrl_tx.contract.results import Failure, Result, SampleOutput
+from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import Store, execute
 from skyrl_tx.store.pauses import Pause, belongs_to_subject
@@ -55,12 +57,14 @@ _MAX_LISTED = 5
 _MAX_USES = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class _StartedPass:
-    """A pass that has started and has no result yet."""
+_Key = tuple[Subject, Limit]
 
-    session_id: SessionId
-    owner: str
+
+@dataclass(frozen=True, slots=True)
+class _Charge:
+    """The tokens that a running request may use, and the quotas that they count for."""
+
+    keys: Sequence[_Key]
     tokens: int
 
 
@@ -78,10 +82,12 @@ class QuotaAdmission(Admission):
         self._clock = clock
         self._rules = Rules()
         self._accounts: dict[SessionId, Account] = {}
-        self._used: Counter[tuple[Subject, Limit]] = Counter()
-        self._started: dict[RequestId, _StartedPass] = {}
+        self._used: Counter[_Key] = Counter()
+        self._charges: dict[RequestId, _Charge] = {}
+        self._charged: Counter[_Key] = Counter()  # the sums of the charges
         self._day = 0
         self._reload_at = 0.0
+
         if ignored := store.read(quotas.list_without_effect):
             _log.warning(
                 "quotas without effect, because these limits no longer exist: %s. Remove them with "
@@ -98,7 +104,8 @@ class QuotaAdmission(Admission):
         has_changed, self._rules, self.weights = rules != self._rules, rules, rules.weights
         self.is_counting_usage = rules.has_limit(*DAY_LIMITS)
         if not self.is_counting_usage:
-            self._started.clear()
+            self._charges.clear()
+            self._charged.clear()
         elif has_changed or now >= self._reload_at or get_day_start(now) != self._day:
             self._reload(now)
 
@@ -124,30 +131,29 @@ class QuotaAdmission(Admission):
                 limit = _get_day_limit(queued)
                 return self._check_tokens(queued, limit) if limit and self._rules.has_limit(limit) else START
 
-    def record_start(self, queued: QueuedRequest) -> None:
-        """Count the tokens of a pass that starts."""
-        if queued.model_pass is not None:
-            started = _StartedPass(queued.session_id, queued.owner, queued.num_tokens)
-            self._started[queued.request_id] = started
-            self._add(started.session_id, started.owner, "training_tokens_per_day", started.tokens)
+    def record_start(self, queued: QueuedRequest, num_tokens: int) -> None:
+        """Charge a request with the most tokens that it can use."""
+        if (limit := _get_day_limit(queued)) is not None:
+            self._remove_charge(queued)  # a sample request that was put back starts again
+            self._charges[queued.request_id] = charge = _Charge(self._list_keys(queued, limit), num_tokens)
+            self._charged.update(dict.fromkeys(charge.keys, num_tokens))
+
+    def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
+        """Count the tokens of a sample request that ends or is cancelled."""
+        self._remove_charge(queued)
+        tokens = drawn.prompt + drawn.sampled
+        self._used.update(dict.fromkeys(self._list_keys(queued, "sample_tokens_per_day"), tokens))
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
-        """Count the tokens of a completed sample. Subtract the tokens of a failed pass."""
-        started, request = self._started.pop(queued.request_id, None), queued.request
-        if started is not None:
-            if isinstance(result, Failure):
-                self._add(started.session_id, started.owner, "training_tokens_per_day", -started.tokens)
-        elif isinstance(request, ModelPass) and not isinstance(result, Failure):
-            # The pass started before the first quota was set.
-            self._add(queued.session_id, queued.owner, "training_tokens_per_day", queued.num_tokens)
-        elif isinstance(request, Sample) and isinstance(result, SampleOutput):
-            tokens = request.prompt.size - result.prompt.cache_hit_tokens
-            tokens += sum(sequence.tokens.size for sequence in result.sequences)
-            self._add(queued.session_id, queued.owner, "sample_tokens_per_day", tokens)
+        """Count the tokens of a completed pass."""
+        self._remove_charge(queued)
+        if isinstance(queued.request, ModelPass) and not isinstance(result, Failure):
+            self._used.update(dict.fromkeys(self._list_keys(queued, "training_tokens_per_day"), queued.num_tokens))
 
     def list_pauses(self) -> Sequence[Pause]:
         """Return pauses for the owners, keys and projects that have used up their daily tokens."""
-        quotas_in_use = (self._rules.get_subject_quota(limit, subject) for subject, limit in sorted(self._used))
+        keys = sorted(self._used.keys() | self._charged.keys())
+        quotas_in_use = (self._rules.get_subject_quota(limit, subject) for subject, limit in keys)
         return [
             Pause(
                 subject_kind=quota.subject.kind,
@@ -169,21 +175,39 @@ class QuotaAdmission(Admission):
         If multiple quotas are used up, a quota with `over="fail"` takes precedence.
         """
         account = self._find_account(queued.session_id, queued.owner)
-        used_up = [quota for quota in self._rules.list_account_quotas(limit, account) if self._is_used_up(quota)]
+        account_quotas = self._rules.list_account_quotas(limit, account)
+        used_up = [quota for quota in account_quotas if self._is_used_up(quota)]
         for quota in used_up:
             if quota.over == "fail":
                 advice = "retry after 00:00 UTC, or ask an admin for a higher quota"
                 return Fail(f"{limit}: {self._describe_use(quota)}: {advice}")
-        return Wait(self._describe_wait(used_up[0])) if used_up else START
+        if used_up:
+            return Wait(self._describe_wait(used_up[0]))
+
+        # The running samples may use up a quota, but they may also stop early.
+        for quota in account_quotas:
+            if self._count_used(quota, with_charges=True) >= quota.value:
+                return Wait(f"the running requests of {quota.subject.label} may use up today's {_NAMES[limit]} tokens")
+        return START
 
     def _is_used_up(self, quota: Quota) -> bool:
-        return self._used[quota.subject, quota.limit] >= quota.value
+        return self._count_used(quota) >= quota.value
+
+    def _count_used(self, quota: Quota, *, with_charges: bool = False) -> int:
+        """Return the tokens that count for a quota.
+
+        Running passes always count, because they use all tokens that they are charged with. Running
+        samples count only `with_charges`.
+        """
+        key = quota.subject, quota.limit
+        with_charges = with_charges or quota.limit == "training_tokens_per_day"
+        return self._used[key] + (self._charged[key] if with_charges else 0)
 
     def _describe_wait(self, quota: Quota) -> str:
         return f"{self._describe_use(quota)}; requests resume at 00:00 UTC"
 
     def _describe_use(self, quota: Quota) -> str:
-        used, value = format_amount(self._used[quota.subject, quota.limit]), format_amount(quota.value)
+        used, value = format_amount(self._count_used(quota)), format_amount(quota.value)
         return f"{quota.subject.label} has used {used} of today's {value} {_NAMES[quota.limit]} tokens"
 
     def _find_account(self, session_id: SessionId, owner: str) -> Account:
@@ -199,19 +223,22 @@ class QuotaAdmission(Admission):
             account = self._accounts[session_id] = known or Account(owner)
         return account
 
-    def _add(self, session_id: SessionId, owner: str, limit: Limit, tokens: int) -> None:
-        for subject in self._find_account(session_id, owner).list_subjects():
-            self._used[subject, limit] += tokens
+    def _list_keys(self, queued: QueuedRequest, limit: Limit) -> Sequence[_Key]:
+        account = self._find_account(queued.session_id, queued.owner)
+        return [(subject, limit) for subject in account.list_subjects()]
+
+    def _remove_charge(self, queued: QueuedRequest) -> None:
+        charge = self._charges.pop(queued.request_id, None)
+        if charge is not None:
+            self._charged -= Counter(dict.fromkeys(charge.keys, charge.tokens))
 
     def _reload(self, now: float) -> None:
-        """Read the daily tokens from the database, and add the tokens of running passes."""
+        """Read the daily tokens from the database. Running requests stay charged."""
         self._accounts.clear()  # sessions may have moved to other projects
         period_s = _SHARED_RELOAD_S if self._store.is_shared else _RELOAD_S
         self._day, self._reload_at = get_day_start(now), now + period_s
         self._wait_for_commits()
         self._used = self._store.read(lambda tx: count_tokens_today(tx, now))
-        for started in self._started.values():
-            self._add(started.session_id, started.owner, "training_tokens_per_day", started.tokens)
 
 
 def _get_day_limit(queued: QueuedRequest) -> Limit | None:

@@ -1,4 +1,4 @@
-"""Records the usage of completed requests, and once per hour the storage of checkpoints."""
+"""Records the usage of requests, and once per hour the storage of checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from skyrl_tx.apps.teams import storage_hours, usage
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import Sample
-from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
+from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RetentionRule
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
@@ -38,18 +38,14 @@ class UsageObserver(ResultObserver):
         """Count the device seconds of an optimizer step."""
         return _add(queued, model.model_id, [Work(kind="training", device_s=time.device_s)])
 
-    def observe_sample(
-        self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
-    ) -> ObserverRows:
+    def observe_drawn(self, queued: QueuedRequest, drawn: DrawnTokens, origin: Origin, device_s: float) -> ObserverRows:
         """Count computed prompt tokens, prompt tokens from the prefix cache, and sampled tokens."""
-        num_cached = output.prompt.cache_hit_tokens
-        num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
         work = [
-            Work(kind="prefill", tokens=request.prompt.size - num_cached),
-            Work(kind="sampled", tokens=num_sampled, device_s=device_s),
+            Work(kind="prefill", tokens=drawn.prompt),
+            Work(kind="sampled", tokens=drawn.sampled, device_s=device_s),
         ]
-        if num_cached:
-            work.append(Work(kind="prefill_cached", tokens=num_cached))
+        if drawn.cached:
+            work.append(Work(kind="prefill_cached", tokens=drawn.cached))
         return _add(queued, origin.model_id, work)
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows:

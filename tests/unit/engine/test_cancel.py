@@ -1,11 +1,13 @@
 """Cancelled samples are removed from the device without affecting other samples."""
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
@@ -72,6 +74,19 @@ def test_cancelled_running_sample_leaves_the_device_and_others_continue(harness)
     assert backend.cancelled == [doomed]
     assert backend.slices_of[doomed] == 3 and backend.slices_of[neighbour] == 100
     np.testing.assert_array_equal(harness.result(neighbour).sequences[0].tokens, alone.sequences[0].tokens)
+
+
+@pytest.mark.parametrize(("max_tokens", "at_slice", "num_drawn"), [(1600, 3, 48), (16, 1, 16)])
+def test_the_tokens_of_a_cancelled_sample_count_as_usage(harness, max_tokens, at_slice, num_drawn):
+    """Also if the cancellation arrives during the last slice, when the engine completes the sample."""
+    doomed = harness.submit(long(max_tokens=max_tokens))
+    harness.run(doomed, backend=CancellingBackend(harness, [doomed], at_slice))
+    harness.answer(sample(max_tokens=1, eos_stops=False))  # the engine drops the cancelled sample first
+    assert harness.result(doomed) == OVER
+    used = Counter()
+    for total in harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0)):
+        used[total.kind] = total.tokens
+    assert used == {"prefill": 2 * sample().prompt.size, "sampled": num_drawn + 1}
 
 
 def test_cancelled_waiting_sample_never_starts(tmp_path):

@@ -324,7 +324,7 @@ class RecordingAdmission(Admission):
         self.asked.append(queued.seq_id)
         return self.decisions.get(queued.owner, START)
 
-    def record_start(self, queued):
+    def record_start(self, queued, num_tokens):
         self.numbers.append(queued.seq_id)
 
 

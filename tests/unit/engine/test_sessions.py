@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sqlmodel import select
 
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.store import checkpoints, models, recorded_logprobs, sampling_sessions, sessions
@@ -183,6 +184,9 @@ def test_samples_of_a_closed_session_fail_and_free_their_slots(tmp_path, how):
     for request_id in (running, waiting):
         failure = harness.result(request_id)
         assert failure.category == "user" and ("errored" if how == "finished" else "3600 s") in failure.message
-    assert waiting not in backend.started and not backend._open
+    assert running in backend.started and waiting not in backend.started and not backend._open
     assert len(harness.result(neighbour).sequences[0].tokens) == 1500
+
+    counted = harness.api.read(lambda tx: usage.read_totals(tx, None, 0.0, session_ids=[gone]))
+    assert {total.kind for total in counted} == {"prefill", "sampled"}
     harness.close()

@@ -16,9 +16,10 @@ from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput
+from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.admission import START, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.sample_output import DrawnTokens
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause, collect_pauses
@@ -30,6 +31,8 @@ from tests.unit.engine.test_schedule import make_request
 DAY = 20_000 * 86_400.0
 PASS_TOKENS = 10
 """Number of tokens in `forward_backward()`."""
+SAMPLE_TOKENS = 8
+"""Most tokens of a sample request: two of the prompt, and `max_tokens` 6."""
 
 
 @pytest.fixture
@@ -65,8 +68,13 @@ class World:
     def start(self, request: QueuedRequest) -> QueuedRequest:
         """Check that a request may start, and record its start."""
         assert self.admission.may_start(request) == START
-        self.admission.record_start(request)
+        num_tokens = request.num_tokens or SAMPLE_TOKENS
+        self.admission.record_start(request, num_tokens)
         return request
+
+    def end(self, request: QueuedRequest, sampled: int, cached: int = 0) -> None:
+        """Record what a sample request with a prompt of two tokens has drawn."""
+        self.admission.record_drawn(request, DrawnTokens(prompt=2 - cached, cached=cached, sampled=sampled))
 
 
 @pytest.fixture
@@ -171,22 +179,39 @@ def test_a_higher_quota_ends_the_pause_within_a_second(world: World) -> None:
 def test_samples_count_what_was_computed_and_drawn(world: World) -> None:
     put(world.store, "ann", "sample_tokens_per_day", 6)
     world.admission.refresh()
-    output = an_output(num_tokens=4, cached=1)
-    world.admission.record_end(a_sample(), output)  # 1 prompt token and 4 new tokens
+    world.end(a_sample(), sampled=4, cached=1)  # 1 prompt token and 4 new tokens
     assert not world.waits(a_sample())
-    world.admission.record_end(a_sample(), output)
+    world.end(a_sample(), sampled=4, cached=1)
     assert world.waits(a_sample()) and not world.waits(a_pass())
+
+
+@pytest.mark.parametrize("over", ["wait", "fail"])
+def test_a_sample_is_charged_with_its_most_tokens_until_it_ends(world: World, over: OverQuota) -> None:
+    put(world.store, "ann", "sample_tokens_per_day", 2 * SAMPLE_TOKENS, over)
+    world.admission.refresh()
+    first, second = world.start(a_sample()), world.start(a_sample())
+    reason = "the running requests of ann may use up today's sample tokens"
+    assert world.admission.may_start(a_sample()) == Wait(reason) and world.admission.list_pauses() == []
+    world.later(61.0)
+    assert world.waits(a_sample()), "usage was read again"
+
+    # It settles its charge when it ends or fails.
+    world.end(first, sampled=1)
+    world.start(first)
+    world.admission.record_start(first, SAMPLE_TOKENS)  # it was put back: it is charged once
+    assert world.waits(a_sample())
+    world.admission.record_end(first, make_failure())
+    world.end(second, sampled=1)
+    third = world.start(a_sample())
+    assert not world.waits(a_sample())
+    world.end(third, sampled=9)
+    assert world.admission.may_start(a_sample()) != START and not world.waits(a_sample("bob"))
+    assert len(world.admission.list_pauses()) == 1
 
 
 def reason_to_fail(world: World, queued: QueuedRequest) -> str | None:
     decision = world.admission.may_start(queued)
     return decision.reason if isinstance(decision, Fail) else None
-
-
-def an_output(num_tokens: int, cached: int = 0) -> SampleOutput:
-    tokens = np.zeros(num_tokens, np.int32)
-    sequence = SampledSequence(tokens=tokens, logprobs=tokens.astype(np.float32), stop_reason="stop")
-    return SampleOutput(sequences=(sequence,), prompt=PromptResult(cache_hit_tokens=cached))
 
 
 def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
@@ -200,7 +225,7 @@ def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
     world.admission.record_end(second, make_failure())
     assert (reason_to_fail(world, a_pass()) or "").startswith(reason), "what failed does not count"
     assert reason_to_fail(world, a_sample()) is None
-    world.admission.record_end(a_sample(), an_output(num_tokens=1))
+    world.end(a_sample(), sampled=1)
     assert "sample_tokens_per_day: ann has used" in (reason_to_fail(world, a_sample()) or "")
     world.later(86_400.0)
     assert reason_to_fail(world, a_sample()) is None
