@@ -1,4 +1,4 @@
-"""deploy/skyrl-tx.service, checked with systemd's own tools if they are installed."""
+"""deploy/skyrl-tx.service and the backup units, checked with systemd's own tools if they are installed."""
 
 import re
 import shlex
@@ -10,9 +10,12 @@ import pytest
 
 from skyrl_tx.launch.settings import check_environment
 from skyrl_tx.process.setup import OPEN_FILES
+from skyrl_tx.store.database import Store
+from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.serve import read_settings
 
-UNIT = Path(__file__).parents[2] / "deploy" / "skyrl-tx.service"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "skyrl-tx.service"
 PROGRAM = "/opt/skyrl-tx/bin/skyrl-tx"
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 
@@ -74,3 +77,37 @@ def test_it_stops_in_order_and_has_enough_files() -> None:
 @pytest.mark.parametrize("name", ["PrivateDevices", "ProtectClock", "DeviceAllow", "MemoryDenyWriteExecute"])
 def test_devices_and_compiled_programs_are_allowed(name: str) -> None:
     assert read_values(name) == []
+
+
+@needs_systemd
+def test_systemd_accepts_the_backup_units(tmp_path: Path) -> None:
+    for path in DEPLOY.glob("skyrl-tx-backup.*"):
+        (tmp_path / path.name).write_text(path.read_text().replace(PROGRAM, "/bin/true"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *tmp_path.iterdir()], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("source", ["timer", "cron"])
+def test_scheduled_backups_copy_the_data_of_the_service(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither cron nor systemd reads the operator's environment, so each command must name program and data."""
+    monkeypatch.delenv("SKYRL_TX_DATA_DIR", raising=False)
+    if source == "timer":
+        unit = (DEPLOY / "skyrl-tx-backup.service").read_text()
+        (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+        command += " --data-dir " + re.findall(r"^Environment=SKYRL_TX_DATA_DIR=(.*)$", unit, re.MULTILINE)[0]
+    else:
+        guide = (DEPLOY.parent / "docs" / "guides" / "backup.md").read_text()
+        (command,) = re.findall(r"^0 3 \* \* \*  skyrl  (.*)$", guide, re.MULTILINE)
+
+    Store.open(tmp_path / "data", role="api").close()
+    program, *arguments = shlex.split(command)
+    data_dir, target = tmp_path / "data", tmp_path / "backup"
+    assert program == PROGRAM
+    replaced = {"/var/lib/skyrl_tx": str(data_dir), "/var/backups/skyrl_tx": str(target)}
+    assert set(replaced) <= set(arguments)
+    assert main([replaced.get(argument, argument) for argument in arguments]) == 0
+    assert "database" in (target / "backup.json").read_text()
