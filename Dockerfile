@@ -16,6 +16,7 @@ RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl 
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY skyrl_tx ./skyrl_tx
+COPY deploy/container-start.sh /usr/local/bin/
 RUN pip install --no-cache-dir ".[postgres,storage${EXTRA:+,$EXTRA}]"
 
 USER skyrl
@@ -29,7 +30,8 @@ ENV XDG_CACHE_HOME=/cache
 # Checks that the API answers, over plain HTTP. `healthz` would also check that the engine is ready. With TLS, give `docker run`
 # another --health-cmd or --no-healthcheck.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=5m CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/api/v1/livez', timeout=8)"]
-# Clients never connect through the loopback of the container, so the published port decides who can reach the server. Arguments of
-# `docker run` replace CMD, including --no-auth. Create keys with `docker run --entrypoint skyrl-tx … keys create OWNER`.
-ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0"]
-CMD ["--base-model", "tiny", "--no-auth"]
+# Clients never connect through the loopback of the container, so the published port decides who can reach the server.
+# Arguments of `docker run` replace CMD. The first start creates an admin key and prints it once, unless they contain
+# --no-auth. Create more keys with `docker exec CONTAINER skyrl-tx keys create OWNER`.
+ENTRYPOINT ["container-start.sh"]
+CMD ["--base-model", "tiny"]

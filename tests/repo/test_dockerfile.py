@@ -7,11 +7,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import keys
+from skyrl_tx.store.database import Store
 from skyrl_tx.tools.serve import read_settings
 from tests.support.live_api import live_api
 from tests.support.polling import until
@@ -35,10 +38,42 @@ def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch:
     assert "/data" in get_arguments("VOLUME")[0].split()
     for name, value in (variable.split("=", 1) for variable in get_arguments("ENV")):
         monkeypatch.setenv(name, value)
-    program, command, *flags = json.loads(get_arguments("ENTRYPOINT")[-1])
+    (script,) = json.loads(get_arguments("ENTRYPOINT")[-1])
+    assert f"deploy/{script} /usr/local/bin/" in get_arguments("COPY")
+    program, command, *flags = (ROOT / "deploy" / script).read_text().splitlines()[-1].removeprefix("exec ").split()
+    assert flags.pop() == '"$@"'
     settings = read_settings(command, [*flags, *json.loads(get_arguments("CMD")[-1])])
     assert (program, command, settings.host) == ("skyrl-tx", "serve", "0.0.0.0")
-    assert settings.data_dir == Path("/data")
+    assert settings.data_dir == Path("/data") and not settings.no_auth
+
+
+def start_container(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, str]:
+    """Run the image's start script. Return the keys that it prints, and the command of the server."""
+    command = tmp_path / "skyrl-tx"
+    command.write_text(f'#!/bin/sh\n[ "$1" = serve ] && exec echo "$@"\nexec {sys.executable} -m skyrl_tx "$@"\n')
+    command.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "deploy" / "container-start.sh", *arguments],
+        env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "SKYRL_TX_DATA_DIR": str(tmp_path / "data")}
+        | environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    *keys, served = done.stdout.splitlines()
+    return "".join(keys), served
+
+
+def test_first_start_of_a_container_prints_an_admin_key_once(tmp_path: Path) -> None:
+    assert start_container(tmp_path, "--base-model", "tiny", "--no-auth")[0] == ""
+    assert start_container(tmp_path, SKYRL_TX_NO_AUTH="true")[0] == ""
+
+    key, served = start_container(tmp_path, "--base-model", "a b")
+    assert key.startswith("tml-") and served == "serve --host 0.0.0.0 --base-model a b"
+    assert start_container(tmp_path)[0] == ""
+    with closing(Store.open(tmp_path / "data", role="tool")) as store:
+        row = store.read(lambda tx: keys.find(tx, key))
+    assert row is not None and (row.owner, row.scope) == ("root", "admin")
 
 
 def test_health_check_succeeds_while_the_api_answers(tmp_path: Path) -> None:
@@ -69,6 +104,8 @@ def test_install_steps_give_a_working_command(tmp_path: Path) -> None:
     for copied in get_arguments("COPY"):
         *names, _ = shlex.split(copied)
         for name in names:
+            if name.startswith("deploy/"):
+                continue  # installed outside the package
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:

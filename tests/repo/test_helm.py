@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -299,13 +300,16 @@ def test_the_first_key_is_made_once_and_printed_in_no_log(helm: Helm, tmp_path: 
     """Runs the container's command with a directory instead of the volume."""
     (pod,) = list_pods(render(helm))
     (container,) = pod["initContainers"]
-    program, *arguments = container["command"]
+    program, *arguments = [
+        argument.replace("/data/", f"{tmp_path}/") for argument in (*container["command"], *container["args"])
+    ]
     assert program == "skyrl-tx"
-    command = ["python", "-m", "skyrl_tx", *(word.replace("/data/", f"{tmp_path}/") for word in arguments)]
     monkeypatch.setenv("SKYRL_TX_DATA_DIR", str(tmp_path / "skyrl_tx"))
     keys: list[str] = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "skyrl_tx", *arguments], capture_output=True, text=True, check=True
+        )
         keys.append((tmp_path / "first-key").read_text().strip())
         assert keys[0] not in done.stdout + done.stderr
 

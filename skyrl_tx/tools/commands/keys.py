@@ -65,17 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     creating.add_argument("--name", help="the name of the key (default: OWNER)")
     creating.add_argument("--note", default="", help="a comment on the key")
-
     creating.add_argument(
-        "--first-to",
+        "--if-none",
+        action="store_true",
+        help="create the key only if there was never a key of this scope, for example when a container starts",
+    )
+    creating.add_argument(
+        "--output",
         type=parse_path,
         metavar="FILE",
-        help="create the key only if the server never had one, and write it to a file with mode 0600 instead of "
-        "printing it",
+        help="write the key to FILE, which only you can read, instead of printing it",
     )
     finish_parser(creating, _create)
 
-    # The other actions.
     listing = actions.add_parser("list", help="list all keys without their secret part")
     finish_list_parser(listing, _read_records, nothing="no keys")
 
@@ -108,53 +110,50 @@ def _create(arguments: argparse.Namespace) -> None:
         raise CommandError(f"owner {owner!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-'")
     if owner == keys.LOCAL_OWNER:
         raise CommandError(f"owner {owner!r} is reserved for data created without authentication; choose another name")
-    if arguments.first_to is not None:
-        _create_first(arguments, arguments.first_to)
-        return
-    with open_database(arguments, create=True) as store:
-        _print(*store.write(lambda tx: _add_key(tx, arguments)))
+    now = time.time()
 
-
-def _add_key(tx: Session, arguments: argparse.Namespace) -> tuple[str, ApiKeyRow]:
-    now, owner = time.time(), arguments.owner
-    key, row = keys.create(
-        tx,
-        owner=owner,
-        scope=arguments.scope,
-        name=arguments.name or owner,
-        note=arguments.note,
-        now=now,
-        expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
-    )
-    record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
-    return key, row
-
-
-def _create_first(arguments: argparse.Namespace, file: Path) -> None:
-    """Create a key and write it to a file, unless the server already had a key."""
-
-    def work(tx: Session) -> bool:
-        if keys.has_any(tx):
-            return False
-        key, _ = _add_key(tx, arguments)
-        _write_key(file, key)  # before the commit, so that no key is lost if this process is killed
-        return True
+    def work(tx: Session) -> tuple[str, ApiKeyRow] | None:
+        if arguments.if_none and any(row.scope == arguments.scope for row in keys.list_all(tx)):
+            return None
+        key, row = keys.create(
+            tx,
+            owner=owner,
+            scope=arguments.scope,
+            name=arguments.name or owner,
+            note=arguments.note,
+            now=now,
+            expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
+        )
+        record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
+        # Before the commit: a crash in between leaves a file with an invalid key, and not a key that nobody knows.
+        if arguments.output is not None:
+            _write(arguments.output, key)
+        return key, row
 
     try:
         with open_database(arguments, create=True) as store:
-            is_created = store.write(work)
+            created = store.write(work)
     except SchemaOutdated:
-        is_created = False  # an older release wrote the database, so this is not the first start
-    print(f"wrote the key to {file}" if is_created else "this is not the first start: no key is created")
+        if not arguments.if_none:
+            raise
+        created = None  # an older release wrote the database, so this is not the first start
+    if created is None:
+        print(f"no key created: there was a key of scope {arguments.scope} before", file=sys.stderr)
+        return
+    _print(*created, output=arguments.output)
 
 
-def _write_key(file: Path, key: str) -> None:
-    temporary = file.with_name(f".{file.name}-{os.getpid()}")
-    with open(temporary, "w", opener=open_private) as opened:
-        opened.write(f"{key}\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.rename(file)
+def _write(path: Path, key: str) -> None:
+    """Replace a file with a key that only this user can read. Raises CommandError if that fails."""
+    partial_file = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial_file, "w", opener=open_private) as file:
+            file.write(f"{key}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial_file.rename(path)
+    except OSError as error:
+        raise CommandError(f"--output {path}: {error.strerror}; no key was created") from error
 
 
 def _rotate(arguments: argparse.Namespace) -> None:
@@ -174,16 +173,23 @@ def _rotate(arguments: argparse.Namespace) -> None:
     print(f"key {arguments.key_id} expires at {format_time(now + arguments.overlap)} at the latest", file=sys.stderr)
 
 
-def _print(key: str, row: ApiKeyRow) -> None:
-    """Print a new key to standard output, and its id, owner, scope and expiry to standard error."""
+def _print(key: str, row: ApiKeyRow, *, output: Path | None = None) -> None:
+    """Print a new key to standard output, and its id, owner, scope and expiry to standard error.
+
+    A key that was written to the file `output` is not printed.
+    """
     expiry = "" if row.expires_at is None else f", expires at {format_time(row.expires_at)}"
-    print(key)
-    print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; it cannot be shown again", file=sys.stderr)
+    if output is None:
+        print(key)
+        sys.stdout.flush()  # before the next line in a container's log
+    where = "it cannot be shown again" if output is None else f"written to {output}"
+    print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; {where}", file=sys.stderr)
 
 
 def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     now = time.time()
     return [
+        # One record per key, and revoked keys stay.
         {
             "id": row.key_id,
             "key": f"{row.hint}…",

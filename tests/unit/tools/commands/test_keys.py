@@ -37,7 +37,7 @@ def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_first_key_is_written_once_to_a_file(tmp_path: Path, capsys, monkeypatch) -> None:
-    create = ("create", "root", "--admin", "--first-to", str(tmp_path / "first-key"))
+    create = ("create", "root", "--admin", "--if-none", "--output", str(tmp_path / "first-key"))
 
     # A failed write of the file leaves no key, so that the next start tries again.
     with monkeypatch.context() as patched:
@@ -59,7 +59,7 @@ def test_a_database_of_an_older_release_gets_no_first_key(tmp_path: Path) -> Non
     with engine.begin() as connection:
         old_schemas.create(connection, "0017")
     engine.dispose()
-    assert run(tmp_path, "create", "root", "--first-to", str(tmp_path / "first-key")) == 0
+    assert run(tmp_path, "create", "root", "--if-none", "--output", str(tmp_path / "first-key")) == 0
     assert not (tmp_path / "first-key").exists()
     assert run(tmp_path, "create", "root") == 1
 
@@ -104,6 +104,26 @@ def test_create_while_a_server_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.glob("skyrl_tx.db*"))
     finally:
         store.close()
+
+
+def test_only_the_first_key_is_created_with_if_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "create", "--scope", "metrics", "prometheus") == 0
+    capsys.readouterr()
+    assert run(tmp_path, "create", "root", "--admin", "--if-none") == 0
+    assert capsys.readouterr().out.startswith("tml-")
+    for _ in ("a second start", "after the key was revoked"):
+        assert run(tmp_path, "create", "root", "--admin", "--if-none") == 0
+        out, err = capsys.readouterr()
+        assert out == "" and "no key created" in err and "scope admin" in err
+        run(tmp_path, "revoke", "2")
+        capsys.readouterr()
+    assert len(list_keys(tmp_path, capsys)) == 2
+
+
+def test_no_key_is_created_without_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "create", "root", "--output", str(tmp_path / "missing" / "key")) == 1
+    assert "No such file or directory; no key was created" in capsys.readouterr().err
+    assert list_keys(tmp_path, capsys) == []
 
 
 @pytest.mark.parametrize("owner", ["local", "", "-x", "a b", "a/b", "a" * 65])
