@@ -46,7 +46,7 @@ from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
-from skyrl_tx.store import futures, keys
+from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
@@ -93,9 +93,11 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
         requires_key = not settings.no_auth and store.read(keys.has_any)
         url, num_ready = get_url(listener, settings.scheme), itertools.count(1)
 
+        contents = store.read(_describe_contents)
+
         def on_ready(ready: Capabilities) -> None:
             if (number := next(num_ready)) == 1:
-                _log_ready(settings, ready, url, requires_key=requires_key)
+                _log_ready(settings, ready, url, requires_key=requires_key, contents=contents)
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
@@ -236,15 +238,25 @@ def _make_supervisor(
     return supervisor
 
 
-def _log_ready(settings: ServerSettings, ready: Capabilities, url: str | None, *, requires_key: bool = False) -> None:
+def _describe_contents(tx: Session) -> str:
+    """Describe what the database holds, for example "with 2 runs and 10 checkpoints"."""
+    num_runs, (num_checkpoints, _) = models.count(tx), checkpoints.count(tx, time.time())
+    return f"with {num_runs:,} runs and {num_checkpoints:,} checkpoints" if num_runs + num_checkpoints else "empty"
+
+
+def _log_ready(
+    settings: ServerSettings, ready: Capabilities, url: str | None, *, requires_key: bool = False, contents: str = ""
+) -> None:
     """Log which model is served, and how to connect."""
     _log.info("devices: %s", ", ".join(ready.devices))
     _log.info("model: %s, %s parameters", settings.public_model_name, f"{ready.num_parameters:,}")
-    _log.info("data: %s", settings.data_dir)
+    _log.info("data: %s%s", settings.data_dir, contents and f", {contents}")
     if url is None:
         _log.info("ready")
         return
 
+    if not settings.no_console:
+        _log.info("console: %s/overview", url)
     _log.info("ready at %s; connect with", url)
     _log.info("    import tinker")
     key = "tml-…" if requires_key else "tml-local"  # the SDK requires a key of this form, even without authentication

@@ -219,6 +219,11 @@ def list_active(tx: Session, owner: str, since: float) -> list[ModelRow]:
     return list(tx.exec(statement))
 
 
+def count(tx: Session) -> int:
+    """Return the number of models that are not deleted, of all owners."""
+    return tx.exec(select(func.count()).select_from(ModelRow).where(col(ModelRow.deleted_at).is_(None))).one()
+
+
 def list_by_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """Return a session's models that are not deleted, oldest first."""
     condition = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)

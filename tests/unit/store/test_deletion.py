@@ -126,7 +126,8 @@ def test_deleted_run_is_hidden_with_its_checkpoints_and_restored(
 ) -> None:
     store.write(lambda tx: checkpoints.mark_deleted(tx, path("a"), 9.0))
     assert is_run_visible(store, session_id)
-    assert store.write(lambda tx: models.mark_deleted(tx, RUN, 10.0))
+    assert store.read(models.count) == 1
+    assert store.write(lambda tx: models.mark_deleted(tx, RUN, 10.0)) and store.read(models.count) == 0
     assert not store.write(lambda tx: models.mark_deleted(tx, RUN, 11.0))
     assert not is_run_visible(store, session_id) and visible(store) == set()
     kept = store.read(checkpoints.find_referenced_artifacts)
