@@ -373,8 +373,10 @@ class StatusPublisher:
             "vocab_size": capabilities.vocab_size,
             "max_lora_rank": capabilities.max_lora_rank,
             "max_models": capabilities.max_models,
+            "max_samplers": capabilities.max_samplers,
             "devices": list(capabilities.devices),
             "num_parameters": capabilities.num_parameters,
+            # What requests may ask for
             "losses": sorted(capabilities.losses),
             "custom_losses": capabilities.offers_custom_losses,
             "eos_token_ids": list(capabilities.eos_token_ids),

@@ -16,6 +16,7 @@ from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
 from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
@@ -57,7 +58,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
     server.result(server.post("save_weights", model_id=run, seq_id=1, path="state"))
     server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
     del server.client.headers["X-API-Key"]
-    values = {"loss:sum": 4.0, "num_tokens:sum": 2.0}
+    values = {"loss:sum": 4.0, "num_tokens:sum": 5.0, LOSS_WEIGHT: 2.0}
 
     for number in range(3):
         point = Point(
@@ -469,6 +470,18 @@ def test_scripts_are_served_with_their_types_and_no_other_file(world: ConsoleWor
             assert answer.headers["x-content-type-options"] == "nosniff"
         for path in ("%2e%2e/site.py", "vendor/VENDOR.toml", "nothing.js"):
             assert browser.get(f"/console/static/x/{path}").status_code == 404
+
+
+def test_an_unknown_address_is_a_page_for_browsers_and_json_for_programs(world: ConsoleWorld, ann_key: str) -> None:
+    html = {"Accept": "text/html,application/xhtml+xml"}
+    with world.browser() as browser:
+        page = browser.client.get("/overwiev", headers=html)
+        assert page.status_code == 404 and "there is no page" in page.text and 'href="/overview"' in page.text
+        assert browser.client.get("/overwiev").json() == {"detail": "Not Found"}
+        for path, status in (("/v1/nothing", 404), ("/api/v1/nothing", 404), ("/logout", 405)):
+            answer = browser.client.get(path, headers={**html, "X-API-Key": ann_key})
+            assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), path
+        assert browser.client.post("/overwiev", headers=html).json() == {"detail": "Not Found"}
 
 
 def test_without_the_console_its_addresses_are_unknown(tmp_path: Path) -> None:

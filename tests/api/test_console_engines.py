@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sqlmodel import Session
 
+from skyrl_tx.apps.console.health import describe_wait
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import engine_state, models, sessions
 from skyrl_tx.store.tables import EngineStateRow, ModelRow
@@ -64,6 +65,13 @@ def add_engine(tx: Session) -> dict[str, ModelId]:
         tx.flush()
 
     return names
+
+
+def test_the_playground_learns_what_a_reply_waits_for(world: ConsoleWorld) -> None:
+    assert "compiles a program" in describe_wait("step_sample (compiling)") and describe_wait("step_sample") == ""
+    with world.browser(world.key("ann")) as ann, world.browser() as stranger:
+        assert ann.get("/console/data/engine").json()["detail"]
+        assert stranger.get("/console/data/engine").status_code == 401
 
 
 def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> None:

@@ -10,6 +10,7 @@ from platform import python_version
 from typing import Literal, cast
 
 import sqlalchemy
+from starlette.responses import JSONResponse, Response
 
 from skyrl_tx import __version__
 from skyrl_tx.apps.console.rendering import shorten_id
@@ -22,6 +23,8 @@ from skyrl_tx.store.tables import EngineStateRow
 pages = PageTable()
 _MAX_LINKS = 20
 _NOTICES = 200
+_COMPILING = "(compiling)"
+"""The end of the engine's activity while a request waits for the compiler."""
 _SECRET_SETTINGS = frozenset({"database_url", "store_url"})
 
 
@@ -89,6 +92,21 @@ def describe_engine(visit: Visit, state: EngineStateRow | None) -> EngineView:
         return EngineView("busy", "busy" if report.outage is None else "partly down", report.detail or "")
     detail = activity or "waiting for requests"
     return EngineView("ok", "ready", detail if report.progress is None else f"{detail}; {report.progress}")
+
+
+@pages.get("/console/data/engine")
+def send_engine(visit: Visit) -> Response:
+    """Send what the engine is doing, for the playground while it waits for a reply."""
+    state = visit.read(engine_state.get)
+    activity = "" if state is None else state.activity
+    return JSONResponse({"detail": describe_wait(activity) or describe_engine(visit, state).detail})
+
+
+def describe_wait(activity: str) -> str:
+    """Return what a request waits for if the engine compiles a program, else an empty text."""
+    if not activity.endswith(_COMPILING):
+        return ""
+    return "the engine compiles a program, which takes up to a minute; later requests of this size do not wait"
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,9 @@ def make_gauge_tiles(
     add_tile(
         "Device memory", "memory_used_bytes", "memory_limit_bytes", format_size, limit_note=" on the fullest device"
     )
-    add_tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", format_count)
+    exact = "{:,.0f}".format
+    add_tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", exact, limit_note=" tokens with prefixes")
+
     add_tile("Decode slots", "decode_slots_used", "decode_slots", format_count)
     add_tile("Models resident", "models_resident", "models_places", format_count)
     add_tile("Samplers resident", "samplers_resident", "samplers_places", format_count)

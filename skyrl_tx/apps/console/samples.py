@@ -30,13 +30,15 @@ def find_owner(visit: Visit, line: RunLine) -> str | None:
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return the values for the tab's template.
 
-    `?step=` chooses the step, by default the newest.
+    `?step=` chooses the step, by default the newest that a pass trained on, not an evaluation.
     """
     # The weights after n - 1 optimizer steps make the samples that step n trains on
     owner = find_owner(visit, line)
     kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
     steps = [(number + 1, count) for number, count in kept if number is not None]
-    step = visit.get_whole("step", steps[0][0] if steps else 0)
+    trained = visit.read(lambda tx: kept_samples.find_trained_step(tx, line.model_id, owner))
+    newest = steps[0][0] if steps else 0
+    step = visit.get_whole("step", newest if trained is None else trained + 1)
     rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))

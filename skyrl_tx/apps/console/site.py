@@ -11,9 +11,11 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from skyrl_tx import __version__
 from skyrl_tx.apps.console import checkpoints, health, keys, overview, playground, runs, sessions, teams
@@ -23,7 +25,7 @@ from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_oth
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
-from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
 from skyrl_tx.server.submission.validation import check_text, quote_value
@@ -50,6 +52,8 @@ _THREADS = 4
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
 _DATA = "/console/data/"
+_NO_PAGES = ("/api/", "/v1/", "/console/", "/trackio/")
+"""Paths of programs. Errors below them are JSON."""
 
 
 def create_routes(context: ApiContext) -> list[Route]:
@@ -65,7 +69,8 @@ def create_routes(context: ApiContext) -> list[Route]:
     for table in TABLES:
         for method, path, handler in table.entries:
             routes.append(Route(path, console.make_endpoint(handler, is_form=method == "POST"), methods=[method]))
-    return [*routes, *playground.create_routes(context)]
+    unknown = UnknownPageRoute("/{path:path}", console.show_unknown, methods=["GET"])
+    return [*routes, *playground.create_routes(context), unknown]
 
 
 def describe_session(call: ApiCall, request: Request, session_id: SessionId) -> str | None:
@@ -73,6 +78,19 @@ def describe_session(call: ApiCall, request: Request, session_id: SessionId) -> 
     if call.settings.no_console:
         return None
     return f"live: {get_base_url(call.settings, request)}/sessions/{session_id}"
+
+
+class UnknownPageRoute(Route):
+    """Matches paths that no other route serves, if a browser asks for a page.
+
+    A full match would also hide the 405 of routes that serve only other methods.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return a partial match, which is used if there is no other match."""
+        match, child = super().matches(scope)
+        is_page = "text/html" in Headers(scope=scope).get("accept", "") and not scope["path"].startswith(_NO_PAGES)
+        return (Match.PARTIAL if match is Match.FULL and is_page else Match.NONE), child
 
 
 class Console:
@@ -101,6 +119,10 @@ class Console:
     async def redirect_to_overview(self, request: Request) -> Response:
         """Redirect to the overview."""
         return see_other("/overview")
+
+    async def show_unknown(self, request: Request) -> Response:
+        """Show that there is no page at this path."""
+        return self._make_error_page(request, not_found(f"there is no page {quote_value(request.url.path)}"))
 
     async def show_login(self, request: Request) -> Response:
         """Show the log-in form, or redirect a visitor who is logged in already."""

@@ -15,6 +15,11 @@ document.addEventListener("htmx:after:swap", () => {
   updateButtons();
 });
 
+// On a narrow screen the menus scroll: show their current entry.
+for (const entry of document.querySelectorAll("nav [aria-current=page]")) {
+  entry.parentElement.scrollLeft = entry.offsetLeft - (entry.parentElement.clientWidth - entry.offsetWidth) / 2;
+}
+
 /** Whether a poll would disturb the reader: text is selected, or a menu is open. */
 function isBusy() {
   const selection = document.getSelection();

@@ -5,6 +5,7 @@ import { visible } from "./text.js";
 import { addTokens, element, signed, tokenList } from "./token_views.js";
 
 const BY_PATH = "by path…";
+const EXPLAIN_MS = 2000; // until the first token of a reply
 const template = document.getElementById("panel-template");
 const scoring = new WeakMap();
 let numMade = 0;
@@ -24,6 +25,7 @@ export class Panel {
     this.turns = turns;
     this.against = against;
     this.abort = null;
+    this.waiting = "";
     this.root = template.content.firstElementChild.cloneNode(true);
     this.select = this.part(".model");
     this.path = this.part(".path");
@@ -102,6 +104,7 @@ export class Panel {
     this.draw();
     const started = performance.now();
     let first = started;
+    const explaining = setInterval(() => this.explainWait(), EXPLAIN_MS);
     try {
       for await (const event of stream(body, this.page.setup.form_token, this.abort.signal)) {
         if (event.type === "prompt") turn.prompt = event;
@@ -110,6 +113,8 @@ export class Panel {
         if (event.type === "finish") reply.reason = event.reason;
         if (event.type === "delta") {
           if (!turn.replies.some((reply) => reply.count)) first = performance.now();
+          clearInterval(explaining);
+          this.waiting = "";
           reply.count += event.tokens.length;
           reply.text += event.text;
           reply.tokens.push(...event.tokens);
@@ -122,9 +127,20 @@ export class Panel {
       turn.error = isStopped ? "" : error instanceof Refusal ? error.message : "The server is not responding.";
       for (const reply of turn.replies) reply.reason ||= isStopped ? "stopped" : "error";
     }
+    clearInterval(explaining);
+    this.waiting = "";
     this.abort = null;
     this.draw();
     this.page.changed();
+  }
+
+  /** Says what the engine is doing while no token has arrived. */
+  async explainWait() {
+    const answer = await fetch("/console/data/engine").catch(() => null);
+    const { detail } = answer?.ok ? await answer.json() : {};
+    if (!this.isRunning || this.turns.at(-1)?.replies.some((reply) => reply.count)) return;
+    this.waiting = detail ?? "";
+    this.tell();
   }
 
   stop() {
@@ -139,7 +155,7 @@ export class Panel {
     if (total) words.push(`${total} tok`);
     if (turn?.speed?.s > 0.05) words.push(`${Math.round(total / turn.speed.s)} tok/s`, `first after ${turn.speed.first_s.toFixed(2)} s`);
     if (turn && !this.isRunning && turn.replies.length === 1 && turn.replies[0].reason) words.push(turn.replies[0].reason);
-    if (this.isRunning) words.push("writing…");
+    if (this.isRunning) words.push(this.waiting ? `waiting: ${this.waiting}` : "writing…");
     this.part(".status").textContent = words.join(" · ");
   }
 
