@@ -64,9 +64,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 def find_family(hf: HfConfig) -> ModelFamily:
     """Return the family of a `config.json`. Raises UnsupportedModel for an unknown architecture."""
-    names = hf.get("architectures") or []
-    for name in names:
-        if name in FAMILIES:
+    names = hf.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
     raise UnsupportedModel(f"config.json has architectures = {names!r}; supported: {', '.join(FAMILIES)}")
 

@@ -286,19 +286,23 @@ def read_rope(hf: HfConfig) -> Rope:
     theta = values.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise UnsupportedModel("config.json has no rope_theta")
-    fields: dict[str, Any] = {"theta": _read_number("rope_theta", theta)}
+    fields: dict[str, Any] = {"theta": check_number("rope_theta", theta)}
     for key in sorted((ROPE_KEYS[kind] | optional) & set(values) - {"long_factor"}):
         value, path = values[key], f"{name}.{key}"
         if key == "short_factor":
             fields[key] = tuple(
-                _read_number(path, number) for number in (value if isinstance(value, list) else [value])
+                check_number(path, number) for number in (value if isinstance(value, list) else [value])
             )
         else:
-            fields[key] = bool(value) if key == "truncate" else _read_number(path, value)
+            fields[key] = bool(value) if key == "truncate" else check_number(path, value)
     return Rope(kind=kind, **fields)
 
 
-def _read_number(path: str, value: Any) -> float:
+def check_number(path: str, value: Any) -> float:
+    """Return a value of `config.json` as a float.
+
+    Raises UnsupportedModel unless it is a finite number above 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UnsupportedModel(f"config.json has {path} = {value!r}; it must be a number above 0")
     return float(value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tx.layers.grouped_experts import Routing
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
+from skyrl_tx.models.config import Block, HfConfig, check_number, check_values, read_required, read_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_dense
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
@@ -55,7 +55,7 @@ def read_routed_experts(hf: HfConfig) -> Mixture:
         scores="sigmoid",
         num_groups=read_size(hf, "n_group"),
         num_chosen_groups=read_size(hf, "topk_group"),
-        factor=float(read_required(hf, "routed_scaling_factor")),
+        factor=check_number("routed_scaling_factor", read_required(hf, "routed_scaling_factor")),
     )
 
     return Mixture(

@@ -37,6 +37,7 @@ from skyrl_tx.models.config import (
     Block,
     HfConfig,
     ModelConfig,
+    check_number,
     check_supported,
     get_rope,
     group_blocks,
@@ -126,7 +127,7 @@ def read_epsilon(hf: HfConfig) -> float:
     """Read the epsilon of norms."""
     if hf.get("rms_norm_eps") is None:
         raise UnsupportedModel("config.json has no rms_norm_eps")
-    return float(hf["rms_norm_eps"])
+    return check_number("rms_norm_eps", hf["rms_norm_eps"])
 
 
 def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False, has_rope: bool = True) -> Attention:
@@ -151,6 +152,7 @@ def read_partial_rope_attention(hf: HfConfig, *, has_bias: bool = False, has_nor
     name, given = get_rope(hf)
     rope = dict(given)
     share = rope.pop("partial_rotary_factor", None) or hf["partial_rotary_factor"]
+    check_number("partial_rotary_factor", share)
     attention = read_attention({**hf, name: rope}, has_bias=has_bias, has_norm=has_norm)
     return replace(attention, rotary_dims=int(attention.head_dim * share))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_tx.layers.experts import Clamp
 from skyrl_tx.layers.grouped_experts import Routing
-from skyrl_tx.models.config import Block, HfConfig, get_rope, read_size
+from skyrl_tx.models.config import Block, HfConfig, check_number, get_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_layer_types, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
@@ -42,6 +42,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
     mixers = {WHOLE: whole, WINDOW: replace(whole, window=read_window(hf))}
 
+    limit, slope = (check_number(key, hf[key]) for key in ("swiglu_limit", "swiglu_alpha"))
     experts = Mixture(
         hidden_size=whole.hidden_size,
         mlp_size=read_size(hf, "intermediate_size"),
@@ -51,7 +52,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
             renormalizes=True,  # equals a softmax over the chosen experts
         ),
         has_bias=True,
-        clamp=Clamp(limit=float(hf["swiglu_limit"]), slope=float(hf["swiglu_alpha"])),
+        clamp=Clamp(limit=limit, slope=slope),
         config_keys=("intermediate_size", "num_local_experts"),
     )
     return tuple(Block(mixers[layer_type], experts) for layer_type in types)

@@ -184,7 +184,7 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             content = read_json(directory, name)
-            ids = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
+            ids = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (int(ids),)
     return ()
@@ -298,7 +298,7 @@ def has_other_unembedding(directory: Path, weights: WeightMap) -> bool:
 def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
     """Yield the prefixes of multi-token prediction layers in a checkpoint of the text model."""
     config = read_json(directory, "config.json")
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     first = config.get("num_hidden_layers", 0)
     for layer in range(first, first + (config.get(MTP_LAYERS_KEY) or 0)):
         yield f"model.layers.{layer}."
