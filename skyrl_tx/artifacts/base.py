@@ -114,15 +114,15 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def collect(
-        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+        self, keep: Collection[ArtifactId], now: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
         """Collect garbage: take away all artifacts except `keep`, and return their ids.
 
         Checkpoints and snapshots are moved to the trash, because a user may miss them. Other
         artifacts are removed. The files of interrupted creations are removed as well.
 
-        Artifacts that were younger than `min_age_s` at the time `looked_at` are kept, because the
-        row that refers to them may have been committed after the caller read `keep`. `looked_at`
+        Artifacts that were younger than `min_age_s` at the time `now` are kept, because the
+        row that refers to them may have been committed after the caller read `keep`. `now`
         None means now.
         """
 

@@ -108,10 +108,10 @@ class LocalArtifacts(ArtifactStore):
         return self._verified.check(self._get_path(artifact_id))
 
     def collect(
-        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+        self, keep: Collection[ArtifactId], now: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
         """Collect garbage. Does nothing while another process holds `pin`."""
-        looked_at = time.time() if looked_at is None else looked_at
+        now = time.time() if now is None else now
         taken: list[ArtifactId] = []
         kept = frozenset(keep)
         with self._lock_for_removal() as may_remove:
@@ -121,7 +121,7 @@ class LocalArtifacts(ArtifactStore):
                 elif (
                     ARTIFACT_ID.fullmatch(path.name)
                     and path.name not in kept
-                    and looked_at - _get_modification_time(path) >= min_age_s
+                    and now - _get_modification_time(path) >= min_age_s
                 ):
                     self._take_away(path)
                     taken.append(ArtifactId(path.name))

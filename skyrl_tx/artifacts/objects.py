@@ -176,10 +176,10 @@ class ObjectArtifacts(ArtifactStore):
         )
 
     def collect(
-        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+        self, keep: Collection[ArtifactId], now: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
         """Collect garbage, including the objects of creations that were interrupted a day ago."""
-        looked_at = self._read_clock() if looked_at is None else looked_at
+        now = self._read_clock() if now is None else now
         kept = frozenset(keep)
         taken: list[ArtifactId] = []
         self._cache.clean()
@@ -187,8 +187,8 @@ class ObjectArtifacts(ArtifactStore):
             if _REMOVING in objects.by_name:
                 self._erase(artifact_id, objects)
                 continue
-            self._remove_interrupted(artifact_id, objects, looked_at)
-            if objects.is_live and artifact_id not in kept and looked_at - objects.modified_at >= min_age_s:
+            self._remove_interrupted(artifact_id, objects, now)
+            if objects.is_live and artifact_id not in kept and now - objects.modified_at >= min_age_s:
                 self._take_away(artifact_id, objects)
                 taken.append(artifact_id)
         return taken
@@ -397,12 +397,12 @@ class ObjectArtifacts(ArtifactStore):
         self._bucket.delete([f"{artifact_id}/{_REMOVING}"])
         self._cache.drop(artifact_id)
 
-    def _remove_interrupted(self, artifact_id: ArtifactId, objects: _Objects, looked_at: float) -> None:
+    def _remove_interrupted(self, artifact_id: ArtifactId, objects: _Objects, now: float) -> None:
         """Remove the files of interrupted uploads, which no manifest names, after `_UPLOAD_S`."""
         kept: set[str] = set()
         if objects.exists:
             if len(objects.list_uploads()) == 1:
                 return
             kept = {self._read_manifest(artifact_id).upload, MANIFEST, _TRASH, _RESTORED}
-        old = [name for name, stored in objects.by_name.items() if looked_at - stored.modified_at >= _UPLOAD_S]
+        old = [name for name, stored in objects.by_name.items() if now - stored.modified_at >= _UPLOAD_S]
         self._bucket.delete([f"{artifact_id}/{name}" for name in old if name.partition("/")[0] not in kept])

@@ -1,7 +1,7 @@
 """The engine and its loop.
 
 One turn of the loop reads new requests, runs one training micro-batch (or one request of another
-kind) and one decode slice, and checks which results are committed.
+kind) and one decode slice (a few decode steps), and checks which results are committed.
 """
 
 import logging
@@ -80,8 +80,8 @@ class Engine:
 
         Args:
             stop: Event that ends the engine.
-            on_ready: Called once the backend has started, and samplers whose weights the previous
-                engine had not yet written to a file have been recreated.
+            on_ready: Called when the backend has started and lost samplers are recreated. These
+                are samplers whose files the previous engine had not written yet.
             on_stuck: Called on another thread with the reason when a backend call exceeds its time
                 limit, for example `--step-timeout-s`.
 
@@ -101,8 +101,8 @@ class Engine:
         membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the thread that writes files, and a thread that takes back the attempt counts of running
-        # requests on a stop. A high count marks a request that may have caused a crash.
+        # Start the thread that writes files, and a thread that decrements the attempt counts of running
+        # requests on a stop, so that only crashes count. Many attempts mark a request that may cause crashes.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -120,13 +120,13 @@ class Engine:
             loop = _Loop(context, self.artifacts)
 
             # Recover. Requests that were running when the last engine crashed run one at a time.
-            attempts.is_alone = True
+            attempts.runs_one_at_a_time = True
             status.sample_load = loop.get_sample_load()
             status.set_status("recovering", capabilities)
             recreate_lost_samplers(context)
             on_ready(capabilities)
             replay_quarantined(context, loop.training, loop.sampling, is_stopping)
-            attempts.is_alone = False
+            attempts.runs_one_at_a_time = False
 
             # Execute requests until the stop.
             status.set_status("ready", capabilities)
@@ -163,7 +163,8 @@ class Engine:
         self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
         # `is_crash` is False even after a crash, because the supervisor has already counted it.
         self.store.write(lambda tx: futures.record_engine_end(tx, is_crash=False, engine=number))
-        # After a restore from a backup, clients with a cursor must not miss new completions.
+        # Clients poll for completions above the last number that they have seen. A restored backup has
+        # smaller numbers, so continue above every number that a client may have seen.
         self.store.write(lambda tx: completions.skip_seen_positions(tx, time.time()))
 
     def _run_turns(
@@ -222,7 +223,7 @@ class Engine:
         """Connect the components that need the started backend."""
         settings, store = self.settings, self.store
 
-        # Restoring models.
+        # Recovery of models.
         metadata = make_artifact_metadata(capabilities)
         request_log = RequestLog(store, attempts, self.meters)
         ephemeral_samplers = EphemeralSamplers(
@@ -246,7 +247,7 @@ class Engine:
             store=store,
             attempts=attempts,
             request_log=request_log,
-            # What changes and restores models.
+            # Models: changes, recovery, and the memory of the device.
             background_writer=background_writer,
             recovery=recovery,
             models=models,
@@ -277,7 +278,7 @@ class _Loop:
             read_bodies=lambda requests: self._intake.read_bodies(requests),
             admission=context.admission,
             fair_share=FairShare(lambda: context.admission.weights),
-            on_credit_dropped=self.training.drop_credit,
+            on_credit_dropped=self.training.drop_credit,  # unused device time of an owner, see `FairShare`
         )
 
         # Sampling, and the intake that feeds both.
@@ -321,12 +322,12 @@ class _Loop:
         context, housekeeping, now = self._context, self._housekeeping, time.time()
         self._housekeeping_at = time.monotonic() + context.settings.housekeeping_interval_s
 
-        # Models and samples of closed sessions.
+        # Evict models of closed sessions from the device, drop their queues, and fail their samples.
         housekeeping.evict_idle_models(self._schedule.is_waiting, now)
         housekeeping.forget_idle_models(self._schedule)
         housekeeping.fail_orphaned_samples(now)
 
-        # Rows past their retention. If several engines share the database, the keeper removes them.
+        # Remove models past their retention. If several engines share the database, the keeper does this.
         if self._membership.is_keeper():
             housekeeping.expire(now)
         else:
@@ -335,24 +336,25 @@ class _Loop:
         # Artifacts. Read new requests first, because garbage collection must keep the weight files
         # that they refer to.
         has_read = self._intake.read(self._is_busy)
-        position = self._intake.complete_position  # requests after it may be unread for some owner
+        position = self._intake.complete_position  # all requests up to here have been read
         housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
         context.ephemeral_samplers.retry_failed_writes()
 
+        # Remove rows beyond the limits of features, for example old points of long runs.
         housekeeping.trim_tables()
         return has_read
 
     def _prune(self) -> None:
-        """Remove some old rows. If more are left, prune again after `_PRUNE_PERIOD_S`."""
+        """Remove some rows of old requests. If more are left, prune again after `_PRUNE_PERIOD_S`."""
         pause_s = self._context.settings.housekeeping_interval_s
         if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
             pause_s = min(pause_s, _PRUNE_PERIOD_S)
         self._pruning_at = time.monotonic() + pause_s
 
     def get_sample_load(self) -> engine_state.SampleLoad:
-        """Return the load of the samples that this engine has read, for the status row.
+        """Return the number and bytes of the unfinished samples up to `position`, for the status row.
 
-        The API adds the bytes of the sample requests that it stored after `position`.
+        The API process adds the sample requests that it has stored after `position`.
         """
         return engine_state.SampleLoad(
             position=self._intake.position,
@@ -393,7 +395,7 @@ class _Loop:
                     "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
                 },
             },
-            # Models and samplers on the device, and their maximum numbers (`…_places`).
+            # Models and samplers on the device, and how many the device can hold (`…_places`).
             # `effects_since_snapshot`: how many requests have changed a model since its snapshot.
             places={
                 "models_resident": len(resident),
@@ -427,7 +429,8 @@ class _Loop:
 
         The loop wakes up when a request stops waiting for a missing sequence number (see
         `gap_timeout_s`), and at least once a second. An engine that shares its database wakes up
-        more often, to check the other engines.
+        more often, to check the other engines. Deadlines count only the time in which the API was up,
+        because a client cannot send the missing request while the API is down.
         """
         deadline = self._schedule.get_next_deadline()
         longest_s = _MAX_WAIT_S if not self._context.store.is_shared else membership.PERIOD_S
@@ -457,7 +460,7 @@ class _Loop:
         If there are both, they take turns. Returns True if there was work to do.
         """
         training, batch = self.training, None
-        training.set_shared(self._schedule.is_shared)
+        training.set_shared(self._schedule.is_shared)  # whether requests of several owners wait
 
         # Take the next batch, unless it is the turn of the running passes.
         if not self._is_turn_of_passes:
@@ -466,8 +469,8 @@ class _Loop:
                 self._context.background_writer.blocked_models,
                 busy=self._context.models.busy,
                 num_running=training.num_running,
-                sessions_with_long=training.sessions_with_long,
-                owners_with_long=training.owners_with_long,
+                sessions_with_long_pass=training.sessions_with_long_pass,
+                owners_with_long_pass=training.owners_with_long_pass,
             )
         if batch is not None:
             training.start_scheduled(batch)  # starts passes, but runs a request of another kind to its end

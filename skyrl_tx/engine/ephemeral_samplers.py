@@ -1,8 +1,9 @@
 """Ephemeral samplers, which clients can use before they are written to disk.
 
 A background thread writes the files. Until then, the weights are in memory only. After a crash, the
-sampler is created again by replaying its save, which is a log record of the model. So no snapshot
-that contains the save is recorded before the files are on disk.
+sampler is created again by replaying its save, which is a log record of the model. A model snapshot
+would drop this record from the log, so a snapshot newer than the save is recorded only after the
+sampler's files are on disk.
 """
 
 import logging
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 def make_sampler_id(request_id: RequestId) -> SamplerId:
     """Return the id of the sampler that an ephemeral save creates.
 
-    A replay of the save has the same id.
+    Replaying the save creates the sampler with the same id.
     """
     return SamplerId(make_artifact_id(request_id))
 
@@ -53,7 +54,7 @@ class EphemeralSamplers:
     metadata: Mapping[str, str]
     """Metadata of each artifact."""
     max_pending: int
-    """Number of unwritten samplers above which the model of a new sampler waits for the write."""
+    """If more samplers are unwritten, requests of the model that adds one wait until it is written."""
     _unwritten: dict[SamplerId, _UnwrittenSampler] = field(default_factory=dict[SamplerId, _UnwrittenSampler])
     _lost: dict[SamplerId, str] = field(default_factory=dict[SamplerId, str])
 
@@ -67,16 +68,16 @@ class EphemeralSamplers:
             )
 
     def add(self, sampler: SamplerId, model_id: ModelId, effect_order: int, snapshot: Snapshot) -> None:
-        """Start to write the sampler of log record `effect_order`, unless it is pending."""
+        """Start to write the sampler of the model's log record number `effect_order`, unless it is pending."""
         if sampler in self._unwritten:
             return
         self._lost.pop(sampler, None)
         self._unwritten[sampler] = _UnwrittenSampler(model_id=model_id, effect_order=effect_order, snapshot=snapshot)
         self._write(sampler, blocks=len(self._unwritten) > self.max_pending)
 
-    def is_missing(self, name: SamplingSessionId, sampler: SamplerId) -> bool:
+    def is_missing(self, session_id: SamplingSessionId, sampler: SamplerId) -> bool:
         """Whether the files of the sampler of a sampling session are missing."""
-        row = self.store.read(lambda tx: sampling_sessions.get(tx, name))
+        row = self.store.read(lambda tx: sampling_sessions.get(tx, session_id))
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
     def find_lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
@@ -90,10 +91,10 @@ class EphemeralSamplers:
         return lost
 
     def find_lost_model(self, sampler: SamplerId) -> ModelId | None:
-        """Return the model of a sampler that another engine did not write before it ended, or None.
+        """Return the model of a sampler that another engine lost, because it ended before the write.
 
-        Only for engines that share the database. An engine alone looks for lost samplers at its
-        start.
+        Returns None for other samplers, and for an engine that does not share its database. Such an
+        engine finds lost samplers at its start (`find_lost`).
         """
         if not self.store.is_shared or self._has_files(sampler):
             return None

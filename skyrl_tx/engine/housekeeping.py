@@ -179,7 +179,7 @@ class Housekeeping:
         """Start to remove all artifacts except `keep`, unclaimed artifacts and young artifacts."""
 
         def collect() -> None:
-            self.artifacts.collect({*keep, *claim.unclaimed}, claim.looked_at)
+            self.artifacts.collect({*keep, *claim.unclaimed}, claim.claimed_at)
             settings = self.context.settings
             self.artifacts.empty_trash(retention_s=settings.trash_retention_s, max_bytes=settings.max_trash_bytes)
 

@@ -106,16 +106,16 @@ class QueuedRequest(StoredRequest):
 class DeliveryAttempts:
     """Counts delivery attempts in the database. Thread-safe.
 
-    A result and a clean stop remove the count of a request, a crash leaves it. While `is_alone` is
+    A result and a clean stop remove the count of a request, a crash leaves it. While `runs_one_at_a_time` is
     set, requests run one at a time, so a crash is caused by the request that was running.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()  # held until a write is queued, so that writes keep the order of the calls
-        self._counted: dict[RequestId, float] = {}  # start of the attempt, in seconds since the epoch
+        self._counted: dict[RequestId, float] = {}  # Unix time of the start of the attempt
         self._is_counting = True
-        self.is_alone = False
+        self.runs_one_at_a_time = False
 
     def count(self, request_ids: Collection[RequestId]) -> None:
         """Count an attempt of each request, and wait for the commit. Does nothing after a stop."""
@@ -123,7 +123,7 @@ class DeliveryAttempts:
             if not self._is_counting:
                 return
             self._counted.update(dict.fromkeys(request_ids, time.time()))
-            is_alone = self.is_alone
+            is_alone = self.runs_one_at_a_time
             written = self._store.write_soon(
                 lambda tx: futures.count_delivery_attempt(tx, request_ids, is_alone=is_alone)
             )

@@ -160,8 +160,8 @@ class Schedule:
         *,
         busy: Collection[ModelId] = (),
         num_running: int = 0,
-        sessions_with_long: Collection[SessionId] = (),
-        owners_with_long: Collection[str] = (),
+        sessions_with_long_pass: Collection[SessionId] = (),
+        owners_with_long_pass: Collection[str] = (),
     ) -> ScheduledBatch | None:
         """Remove and return the next batch or request, or None if nothing can run.
 
@@ -170,8 +170,8 @@ class Schedule:
             blocked: Models that wait for a background write.
             busy: Models of running batches.
             num_running: Number of running batches.
-            sessions_with_long: Sessions with a running long pass.
-            owners_with_long: Owners with a running long pass.
+            sessions_with_long_pass: Sessions with a running long pass.
+            owners_with_long_pass: Owners with a running long pass.
         """
         if num_running and len(busy) >= self.max_models:
             return None
@@ -191,8 +191,8 @@ class Schedule:
             is_long = first.num_tokens > self.max_pass_tokens
             num_reserved = int(is_long)
             if is_long:
-                num_reserved += first.session_id in sessions_with_long
-                num_reserved += first.owner in owners_with_long and self.is_shared
+                num_reserved += first.session_id in sessions_with_long_pass
+                num_reserved += first.owner in owners_with_long_pass and self.is_shared
             if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
                 continue
 

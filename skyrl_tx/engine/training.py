@@ -116,12 +116,12 @@ class TrainingExecutor:
         return sum(len(group) for batch in chain.from_iterable(self._batches.values()) for group in batch.groups)
 
     @property
-    def sessions_with_long(self) -> set[SessionId]:
+    def sessions_with_long_pass(self) -> set[SessionId]:
         """Sessions with a running long pass."""
         return {batch.session_id for batches in self._batches.values() for batch in batches if batch.is_long}
 
     @property
-    def owners_with_long(self) -> set[str]:
+    def owners_with_long_pass(self) -> set[str]:
         """Owners with a running long pass."""
         return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
 

@@ -75,31 +75,31 @@ def count_mixing_macs(config: ModelConfig, length: int) -> int:
     return macs
 
 
-def count_exchanged_numbers(config: ModelConfig, num_parts: int) -> int:
-    """Return how many numbers per token `num_parts` devices exchange.
+def count_exchanged_elements(config: ModelConfig, num_parts: int) -> int:
+    """Return how many elements per token `num_parts` devices exchange.
 
     Each device then has whole rows of some heads. Every mixer sends its inputs, split by heads, and
     receives its outputs. The result is for one pass over all layers.
     """
-    numbers = 0
+    elements = 0
     for block in config.blocks:
         match block.mixer:
             case Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim):
-                numbers += (
+                elements += (
                     2 * (heads + math.lcm(kv_heads, num_parts)) * dim
                 )  # kv heads are duplicated if there are more devices
             case LatentAttention(num_heads=heads) as mixer:
-                numbers += 2 * heads * (mixer.plain_dim + mixer.rotary_dim + mixer.value_dim)
+                elements += 2 * heads * (mixer.plain_dim + mixer.rotary_dim + mixer.value_dim)
 
             case DeltaNet(num_key_heads=heads, num_value_heads=value_heads, key_dim=keys, value_dim=values):
-                numbers += 2 * (heads * keys + value_heads * values)
+                elements += 2 * (heads * keys + value_heads * values)
             case Mamba(num_heads=heads, num_groups=groups, head_dim=dim, state_dim=written):
-                numbers += 3 * heads * dim + 2 * groups * written  # the input x is returned too
+                elements += 3 * heads * dim + 2 * groups * written  # the input x is returned too
             case None:
                 pass
             case mixer:
-                raise TypeError(f"count_exchanged_numbers has no case for {type(mixer).__name__}")
-    return numbers
+                raise TypeError(f"count_exchanged_elements has no case for {type(mixer).__name__}")
+    return elements
 
 
 def estimate_experts_read(config: ModelConfig, num_tokens: int) -> float:

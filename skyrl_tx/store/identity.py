@@ -1,9 +1,9 @@
 """The identity of a database and its artifacts. It protects artifacts from garbage collection.
 
 Garbage collection may remove unreferenced artifacts only if the database knows all artifacts. To
-check this, the database and the artifact store both record a random id and an epoch, which grows
-over time. A database with another id or a smaller epoch is a new database, a different one or an
-older copy. Unreferenced artifacts are then unclaimed: they are kept until a row refers to them
+check this, the database and the artifact store both record a random id and a counter, the epoch,
+which grows with each claim. A database with another id or a smaller epoch is a new database, a
+different one or an older copy. Unreferenced artifacts are then unclaimed: they are kept until a row refers to them
 again or the operator removes them.
 """
 
@@ -28,10 +28,10 @@ class Claim:
     """Permission to collect unreferenced artifacts, except `unclaimed`."""
 
     unclaimed: frozenset[ArtifactId]
-    looked_at: float
-    """Time of the claim by the clock of the artifact store, in seconds since the epoch.
+    claimed_at: float
+    """The Unix time of the claim, in seconds, by the clock of the artifact store.
 
-    Ages are relative to it.
+    Garbage collection computes the ages of artifacts from it.
     """
 
 
@@ -43,8 +43,8 @@ def get(tx: Session) -> IdentityRow | None:
 def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
     """Return whether the artifacts belong to this database and it is not an older copy.
 
-    After a crash between the two writes of `claim`, the epoch of the database is larger than the
-    recorded one.
+    A larger epoch in the database also counts as current, because a crash between the two writes of
+    `claim` leaves it.
     """
     if row is None or recorded is None:
         return False
@@ -55,7 +55,8 @@ def check_artifacts(store: Store, artifacts: ArtifactStore) -> None:
     """Raise UserError if the database refers to artifacts and the artifact store has none of them.
 
     Without this check, an engine that starts with the wrong artifact store would treat every model
-    as lost. The check is skipped if the artifacts are and were in the data directory.
+    as lost. The check is skipped if the artifacts are in the data directory now and were there
+    at the last claim.
     """
     row, recorded = store.read(get), artifacts.read_identity()
     if row is None or (recorded is not None and recorded.store_id == row.store_id):
@@ -88,12 +89,13 @@ def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[Artifact
 def claim(store: Store, artifacts: ArtifactStore) -> Claim:
     """Compare the identities, record unclaimed artifacts and advance both epochs.
 
-    For the engine role only. The epochs do not change if no artifact was added or removed since the
-    last claim. Raises OSError if the identity of the artifacts cannot be written.
+    Only engines call this. The epochs do not change if the identities agree and no artifact was
+    added or removed since the last claim, see `touch_identity`. Raises OSError if the identity of
+    the artifacts cannot be written.
     """
     recorded = artifacts.read_identity() or Identity(store_id="", epoch=0)
-    if is_current(store.read(get), recorded) and (looked_at := artifacts.touch_identity()) is not None:
-        return Claim(unclaimed=frozenset(recorded.unclaimed), looked_at=looked_at)
+    if is_current(store.read(get), recorded) and (claimed_at := artifacts.touch_identity()) is not None:
+        return Claim(unclaimed=frozenset(recorded.unclaimed), claimed_at=claimed_at)
 
     # Record new unclaimed artifacts before the epochs agree again, because this process may crash
     # in between.
@@ -115,7 +117,7 @@ def claim(store: Store, artifacts: ArtifactStore) -> Claim:
 
     store_id, epoch = store.write(advance)
     identity = Identity(store_id=store_id, epoch=epoch, unclaimed=tuple(sorted(unclaimed)))
-    return Claim(unclaimed=unclaimed, looked_at=artifacts.write_identity(identity))
+    return Claim(unclaimed=unclaimed, claimed_at=artifacts.write_identity(identity))
 
 
 def describe_unclaimed(unclaimed: frozenset[ArtifactId]) -> str:

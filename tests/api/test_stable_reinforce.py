@@ -208,7 +208,7 @@ def test_reuse_extends_expiry(server: Server, service: tinker.ServiceClient, epi
     model = create_trained_client(service)
     old, used = ({span.sequence_id for span in episode.spans} for episode in episodes)
     server.store.write(lambda tx: recorded_logprobs.touch(tx, old, 1.0))
-    with pytest.raises(tinker.RequestFailedError, match="within a day of sampling"):
+    with pytest.raises(tinker.RequestFailedError, match="within a day"):
         model.forward([episodes[0].datum(1.0)], "stable_reinforce").result()
     before = last_used()
     model.forward([episodes[1].datum(1.0)], "stable_reinforce").result()

@@ -11,7 +11,9 @@
 - The KV cache is sharded by heads and rows.
 
 In training with `cp`, the tokens of a row are sharded over `cp` and `ep`, and batch rows only over
-`dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`.
+`dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`. During
+attention, devices hold all tokens of some heads instead (`row_heads`). Expert layers gather the batch
+rows of an `ep` group (`expert_batch`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,14 +52,17 @@ _CONTEXT_PARALLEL_RULES: Mapping[Axis, tuple[str, ...]] = {
     "row_heads": ("tp", "cp", "ep"),
 }
 """Rules that replace those above in training with `cp`.
-`ep` comes last, because experts gather neighbouring tokens."""
+`ep` comes last, so the devices of an `ep` group hold adjacent tokens, which expert layers gather."""
 
 Placement = Callable[[Any], Any]
 """A function that puts a tree of host arrays on the devices."""
 
 
 class MeshError(ValueError):
-    """The mesh does not fit the devices or the model. The message names the axis and both sizes."""
+    """The mesh does not fit the devices or the model.
+
+    The message names the axis, its size, and the size that it does not divide.
+    """
 
 
 def make_layout(config: MeshConfig) -> Layout:
@@ -101,7 +106,7 @@ def layout_from_devices(devices: Sequence[Any], config: MeshConfig) -> Layout:
 
 
 def layout_from_mesh(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = AXIS_RULES) -> Layout:
-    """Return the layout of a mesh. Rules ignore axes that the mesh does not have."""
+    """Return the layout of a mesh. Axes that the mesh does not have are left out of the rules."""
     present: list[tuple[Axis, tuple[str, ...]]] = []
     for axis, names in rules.items():
         present.append((axis, tuple(name for name in names if name in mesh.shape)))

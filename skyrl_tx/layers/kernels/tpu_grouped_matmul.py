@@ -6,7 +6,7 @@ XLA first copies the matrix of each tile and then multiplies all tiles. For the 
 mixture, this moves several times the bytes of their matrices. Here the matrix number of a tile
 selects the block that is fetched next, while the previous block is multiplied. Tiles of the same
 matrix are adjacent, so the matrix is fetched once. JAX's `megablox` also multiplies groups of rows,
-but it cannot add a product with a second matrix, and it leaves the rows of unused tiles undefined.
+but it cannot add the LoRA product of each row, and it leaves the rows of unused tiles undefined.
 
 Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner
 dim.
@@ -23,12 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 from skyrl_tx.layers.grouped_experts import AddedProducts
 
 MATRIX_BYTES = 2**21
-"""The maximum bytes of a block of a matrix, unless WIDTH outputs take more.
+"""The size of a block of a matrix in bytes. A block has at least WIDTH outputs, even if it is larger.
 
-Two are in memory at a time.
+VMEM holds two blocks at a time: one is multiplied while the next is fetched.
 """
 WIDTH = 128
-"""The width of a register. Blocks have a multiple of it, or all outputs."""
+"""The width of a register. The number of outputs of a block is a multiple of it, or all outputs."""
 
 
 def multiply_tiles(
@@ -42,34 +42,50 @@ def multiply_tiles(
     result: Any = jnp.float32,
     interpret: bool,
 ) -> jax.Array:
-    """See `registry.MultiplyTiles`."""
+    """Multiply each tile of rows with one matrix, see `registry.MultiplyTiles`.
+
+    Args:
+        x_WPI: Tiles of rows.
+        matrix_X: Matrices [X, I, O], or [X, O, I] if `transposed`.
+        index_W: The matrix of each tile.
+        num_used: The number of tiles that are used. The result is zero for all other tiles.
+        added: A second product to add, for LoRA: narrower rows and their matrices.
+        transposed: Whether the matrices are transposed.
+        result: The type of the result.
+        interpret: Whether to interpret the kernel, for tests without a TPU.
+
+    Returns:
+        The products [W, P, O].
+    """
     W, P, inputs = x_WPI.shape
     outputs, dtype = matrix_X.shape[1 if transposed else 2], x_WPI.dtype
     size = _get_block_size(inputs * matrix_X.dtype.itemsize, outputs)
 
-    # Unused tiles fetch the same as the last used tile, which costs nothing. The outer loop is over
-    # blocks of outputs.
+    # Unused tiles have the block index of the last used tile. Pallas does not fetch a block again
+    # if its index is unchanged. The outer loop is over blocks of outputs.
     def get_fetched_tile(w: Any, used: Any) -> Any:
         return jnp.minimum(w, jnp.maximum(used[0] - 1, 0))
 
     def make_tile_spec(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, index, own, used: (get_fetched_tile(w, used), 0, 0))
+        return pl.BlockSpec(
+            (None, *x.shape[1:]), lambda o, w, index, added_index, used: (get_fetched_tile(w, used), 0, 0)
+        )
 
-    def make_matrix_spec(x: jax.Array, argument: int) -> pl.BlockSpec:
+    def make_matrix_spec(x: jax.Array, index_position: int) -> pl.BlockSpec:
         def locate_block(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
-            number = numbers[argument][get_fetched_tile(w, numbers[-1])]
+            number = numbers[index_position][get_fetched_tile(w, numbers[-1])]
             return (number, o, 0) if transposed else (number, 0, o)
 
         block = (None, size, x.shape[2]) if transposed else (None, x.shape[1], size)
         return pl.BlockSpec(block, locate_block)
 
     arrays, specs = [x_WPI, matrix_X], [make_tile_spec(x_WPI), make_matrix_spec(matrix_X, 0)]
-    own_W = index_W
+    added_index_W = index_W
     if added is not None:
-        own_W = added.index_W
+        added_index_W = added.index_W
         arrays += [added.x_WPR, added.matrix_Y]
         specs += [make_tile_spec(added.x_WPR), make_matrix_spec(added.matrix_Y, 1)]
-    scalars = (x.astype(jnp.int32) for x in (index_W, own_W, jnp.reshape(num_used, 1)))
+    scalars = (x.astype(jnp.int32) for x in (index_W, added_index_W, jnp.reshape(num_used, 1)))
 
     product: jax.Array = pl.pallas_call(
         partial(_kernel, transposed=transposed, dtype=dtype),
@@ -94,7 +110,7 @@ def _get_block_size(row_bytes: int, outputs: int) -> int:
 
 def _kernel(
     index_ref: Any,
-    own_ref: Any,
+    added_index_ref: Any,
     used_ref: Any,
     x_ref: Any,
     matrix_ref: Any,

@@ -38,13 +38,15 @@ def list_runs(
 ) -> schemas.TrainingRunsResponse:
     """List the caller's training runs, newest first.
 
-    `accessible` adds the runs of its projects, and other owners' runs with published checkpoints.
+    With `access_scope=accessible`, the list also has the runs of the caller's projects, and other
+    owners' runs with published checkpoints.
     """
     is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
     owner = call.caller.owner_filter if is_wide else call.caller.owner
     now = time.time()
 
     def work(tx: Session) -> schemas.TrainingRunsResponse:
+        # Checkpoints may expire, so "published" needs a time.
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
         runs = [_describe_run(access.find_readable_run(tx, call.caller, row.model_id, now)) for row in rows]
@@ -64,7 +66,7 @@ def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") ->
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
-    """List the checkpoints of a run that the caller may read."""
+    """List those checkpoints of a run that the caller may read."""
     run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
     return schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, run.is_visible) for row in run.saved])
 
@@ -152,8 +154,8 @@ def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name
 def _describe_run(run: ReadableRun) -> schemas.TrainingRun:
     """Describe a run.
 
-    A caller who may not see the run gets only the data that loading its published checkpoints
-    needs, and no personal data.
+    For a caller who may only read published checkpoints, `is_visible` is False. The description then
+    has only what loading a checkpoint needs, and no personal data.
     """
     row, saved, is_visible = run.row, run.saved, run.is_visible
     return schemas.TrainingRun(

@@ -27,8 +27,8 @@ _MAX_ID_CHARS = 64
 class Span:
     """Positions [offset, offset + length) in the prompt or in the sampled tokens of a sequence.
 
-    `source` is None if the client named neither. The field names are part of stored idempotency
-    digests.
+    `source` is None if the client named neither. Do not rename the fields: stored idempotency
+    digests contain the names.
     """
 
     source: schemas.SpanSource | None
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The spans of one datum. The field names are part of stored idempotency digests."""
+    """The spans of one datum. Do not rename the fields, see `Span`."""
 
     model_input: tuple[Span, ...]
     loss_inputs: tuple[Span, ...]
@@ -66,7 +66,7 @@ def read_provenance(datum: wire_pb2.Datum | schemas.WireDatum) -> Provenance:
 def find_sampled_spans(
     data: Iterable[wire_pb2.Datum | schemas.WireDatum], sizes: Iterable[int]
 ) -> Iterator[SampledSpan]:
-    """Yield which targets were sampled, for display.
+    """Yield the sampled targets, which the console highlights.
 
     Losses that do not need provenance ignore the spans. So wrong spans are no error here: a datum
     whose spans exceed its size is skipped.
@@ -86,7 +86,7 @@ def fill_recorded(
 ) -> ModelPass:
     """Return a pass whose datums have the recorded `logprobs` and a `sampled` mask.
 
-    `recorded` has the caller's sequences by id. Raises UserError that names a span which does not
+    `recorded` has the sequences of the request's owner by id. Raises UserError that names a span which does not
     match its sequence.
     """
     data = tuple(
@@ -104,7 +104,7 @@ def _fill_datum(
     # Check the request.
     require(
         len(provenance.loss_inputs) > 0,
-        f"{where}.loss_fn_input_spans: missing; {loss} needs to know which sequences were sampled",
+        f"{where}.loss_fn_input_spans: missing; {loss} needs to know which tokens were sampled",
     )
     require(
         "sampled" not in datum.loss_inputs,
@@ -134,7 +134,7 @@ def _check_span(span: Span, recorded: SampledLogprobs | None, where: str) -> Non
     if recorded is None:
         raise UserError(
             f"{where}: no logprobs are recorded for sequence_id {quote_value(span.sequence_id)}; sample with "
-            "record_stability_info, and train within a day of sampling or of the last use"
+            "record_stability_info, and train within a day: records expire a day after sampling or their last use"
         )
     size = recorded.prompt_length if span.source == "prompt_tokens" else recorded.logprobs.size
     require(0 <= span.offset <= span.offset + span.length <= size, f"{where}: {span} is out of range, there are {size}")
@@ -151,8 +151,8 @@ def _make_recorded_arrays(
     start = 0
     for span in spans:
         if span.source == "sampled_tokens":
-            drawn = recorded[span.sequence_id].logprobs
-            logprobs[start : start + span.length] = drawn[span.offset : span.offset + span.length]
+            sequence_logprobs = recorded[span.sequence_id].logprobs
+            logprobs[start : start + span.length] = sequence_logprobs[span.offset : span.offset + span.length]
             sampled[start : start + span.length] = 1.0
         start += span.length
     return logprobs, sampled

@@ -359,7 +359,7 @@ def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
                     "no files were removed, because a pending load_weights request is damaged; the request will fail "
                     "at the next start of the server, which then removes the files"
                 )
-            collected = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+            collected = artifacts.collect(keep | claim.unclaimed, claim.claimed_at)
     except StoreInUse:
         return "the running server removes the unused files"
     return (

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
     from skyrl_tx.tools.plan.model_plan import ModelPlan
 
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
-"""Short flags of this command, and the backend settings that they set."""
+"""Flags of this command that are short for a `--backend-config.…` setting, and its name."""
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments."""
-    read = add_flags(parser)
-    parser.set_defaults(run=lambda arguments: _run(arguments, read(arguments)))
+    read_settings = add_flags(parser)
+    parser.set_defaults(run=lambda arguments: _run(arguments, read_settings(arguments)))
 
 
 def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSettings]:
-    """Add the flags of `plan` and of `serve`. Returns a function that reads the settings of `serve`."""
+    """Add the flags of `plan` and of `serve`.
+
+    Returns the function that turns the parsed arguments into the settings of `serve`.
+    """
     parser.usage = "skyrl-tx plan --base-model MODEL --device DEVICE [flags]"
     parser.description = (
         "Estimate how a model runs on given hardware: the memory of each device by item, the context length and number "
@@ -60,20 +63,25 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
         metavar="TOKENS",
         help="the length of the longest sequence, including the prompt and the new tokens",
     )
-    parser.add_argument("--adapters", type=_parse_size, metavar="N", help="how many models train at the same time")
+    parser.add_argument(
+        "--adapters",
+        type=_parse_size,
+        metavar="N",
+        help="how many LoRA adapters (training runs) are on the device at the same time",
+    )
     parser.add_argument("--rank", type=_parse_size, metavar="N", help="the highest LoRA rank that clients may use")
     return add_settings(parser)
 
 
 def _run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
-    account, _ = plan_from_flags(arguments, settings)
+    plan, _ = plan_from_flags(arguments, settings)
     from skyrl_tx.tools.plan import report  # imported here because it imports JAX
 
     if arguments.json:
-        print(json.dumps(report.make_record(account), indent=2))
+        print(json.dumps(report.make_record(plan), indent=2))
     else:
-        print("\n".join(report.format_plan(account)))
-    return 0 if account.fits else 1
+        print("\n".join(report.format_plan(plan)))
+    return 0 if plan.fits else 1
 
 
 def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[ModelPlan, JaxConfig]":
@@ -101,11 +109,11 @@ def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> 
     # Planning needs only shapes. Without this, JAX would take the GPU, which a server may be using.
     jax.config.update("jax_platforms", "cpu")
     try:
-        with open_built_in_model(settings.base_model) as model:
-            account = plan_model(model, config, arguments.device, is_mesh_given=is_mesh_given)
+        with open_built_in_model(settings.base_model) as model:  # other models are opened by their path or hub id
+            plan = plan_model(model, config, arguments.device, is_mesh_given=is_mesh_given)
     except UserError as error:
         raise CommandError(str(error), status=2) from error
-    return replace(account, base_model=settings.base_model), config
+    return replace(plan, base_model=settings.base_model), config
 
 
 def _parse_devices(text: str) -> Devices:

@@ -217,7 +217,7 @@ def _compute_rates(
 def _make_rate(work: str, bound: RooflineBound, devices: Devices, detail: str) -> Rate:
     share = MEASURED.get(devices.kind.name, {}).get(work) if devices.number == 1 else None
     expected = None if share is None else int(share * bound.tokens_per_s)
-    return Rate(work, int(bound.tokens_per_s), bound.by, detail, expected)
+    return Rate(work, int(bound.tokens_per_s), bound.bottleneck, detail, expected)
 
 
 def _find_warnings(account: ModelPlan, config: JaxConfig) -> Iterator[str]:

@@ -145,8 +145,8 @@ def _make_mesh_row(candidate: Candidate) -> Record:
     return {
         "mesh": str(candidate.mesh),
         "weights": format_bytes(candidate.weight_bytes) + ("" if candidate.has_fitting_weights else ", too much"),
-        "training": f"{candidate.training.tokens_per_s:,.0f} ({candidate.training.by})",
-        "sampling": f"{candidate.decoding.tokens_per_s:,.0f} ({candidate.decoding.by})",
+        "training": f"{candidate.training.tokens_per_s:,.0f} ({candidate.training.bottleneck})",
+        "sampling": f"{candidate.decoding.tokens_per_s:,.0f} ({candidate.decoding.bottleneck})",
     }
 
 

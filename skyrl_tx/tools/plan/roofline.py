@@ -1,13 +1,13 @@
 """Upper bounds for the tokens per second of training and decoding on a mesh, from a roofline model.
 
-The model knows three lower bounds for the time of a micro-batch or decode step:
+A micro-batch or decode step takes at least the longest of three times:
 
 - arithmetic: its FLOPs at the peak rate of the devices;
 - memory: reading the weights and the KV cache at memory bandwidth;
 - links: sending data between devices at link bandwidth.
 
-All three may overlap, so the longest one counts. Latencies, padding and all other work are left out.
-`hardware.MEASURED` has the share of the bound that was measured on real devices.
+The sum does not count, because all three may overlap. Latencies, padding and all other work are left
+out. `hardware.MEASURED` lists which fraction of the bound real devices reached.
 
 Roofline: Williams et al. 2009, doi:10.1145/1498765.1498785.
 """
@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.models import ModelConfig
 from skyrl_tx.models.flops import (
     count_adapter_macs,
-    count_exchanged_numbers,
+    count_exchanged_elements,
     count_expert_parameters,
     count_frozen_macs,
     count_mixing_macs,
@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """Lower bounds for the seconds of a micro-batch or decode step, by their cause, and its number of tokens."""
+    """Lower bounds for the time of one micro-batch or decode step of `tokens` tokens, by their cause."""
 
     tokens: int
     arithmetic_s: float
@@ -67,7 +67,7 @@ class RooflineBound:
         return (max(self.arithmetic_s, self.memory_s) + self.links_s) / self.tokens
 
     @property
-    def by(self) -> str:
+    def bottleneck(self) -> str:
         """Which of the three times is the longest: `arithmetic`, `memory` or `links`."""
         times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "links": self.links_s}
         return max(times, key=lambda name: times[name])
@@ -104,25 +104,27 @@ def bound_training(
     `adapter_bytes` is the size of one adapter on each device. Its gradient has the same size.
     """
     # FLOPs, two per multiply-accumulate: a forward pass, a second one with rematerialization, and a backward pass. In
-    # the backward pass frozen weights need one product, for the gradient of their input; adapters and mixing need two.
+    # the backward pass frozen weights need one product, for the gradient of their input. Adapters and sequence mixing
+    # (attention, linear attention) need two, because the gradient flows into both factors.
     kind, tokens, length = devices.kind, work.micro_batch_tokens, work.sequence_tokens
     frozen, lora = count_frozen_macs(model), count_adapter_macs(model, work.rank)
     mixing = count_mixing_macs(model, length) / length
     forwards = 2 if work.is_remat else 1
     macs = (forwards + 1) * frozen + (forwards + 2) * (lora + mixing)
 
-    # Each pass over the layers reads all weights; with `fsdp` or `cp` devices first gather them from each other.
+    # Each pass over the layers reads all weights; with `fsdp` or `cp`, devices first gather them from each other.
     weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
     gathered = (weights.common + weights.experts) * (forwards + 1)
     sent = _compute_remote_share(mesh.fsdp * mesh.cp) * gathered
 
     # All batch shards add up the gradient. Each pass over a layer also reduces two outputs over `tp`, and with `cp`
-    # the mixers exchange their rows.
+    # the devices exchange tokens for heads around each attention.
     shards = mesh.dp * mesh.fsdp * mesh.cp * mesh.ep
-    rows = tokens / shards
+    tokens_per_device = tokens / shards
     sent += 2 * _compute_remote_share(shards) * adapter_bytes
     sent += (forwards + 1) * (
-        _count_reduced_bytes(model, mesh, rows) + _count_exchanged_bytes(model, mesh, rows, itemsize)
+        _count_reduced_bytes(model, mesh, tokens_per_device)
+        + _count_exchanged_bytes(model, mesh, tokens_per_device, itemsize)
     )
     return RooflineBound(
         tokens,
@@ -147,21 +149,22 @@ def bound_decoding(
     `cache_bytes` is the part of the KV cache that the step reads on each device.
     """
     kind, slots = devices.kind, work.num_slots
-    position = count_mixing_macs(model, work.sample_tokens) - count_mixing_macs(model, work.sample_tokens - 1)
+    # The last position of a sample mixes with all positions before it.
+    mixing = count_mixing_macs(model, work.sample_tokens) - count_mixing_macs(model, work.sample_tokens - 1)
     weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
-    gathered = weights.common + weights.experts * estimate_experts_read(
+    read_bytes = weights.common + weights.experts * estimate_experts_read(
         model, -(-slots // (mesh.dp * mesh.fsdp * mesh.cp))
     )
-    rows = slots / (mesh.dp * mesh.fsdp * mesh.cp * mesh.ep)
+    tokens_per_device = slots / (mesh.dp * mesh.fsdp * mesh.cp * mesh.ep)
 
     # With `fsdp`, XLA gathers the weights of all experts, also of experts that no token uses.
     sent = _compute_remote_share(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _count_reduced_bytes(
-        model, mesh, rows
+        model, mesh, tokens_per_device
     )
     return RooflineBound(
         slots,
-        arithmetic_s=2 * (count_frozen_macs(model) + position) * slots / devices.number / kind.flops,
-        memory_s=(gathered + cache_bytes) / kind.bytes_per_s,
+        arithmetic_s=2 * (count_frozen_macs(model) + mixing) * slots / devices.number / kind.flops,
+        memory_s=(read_bytes + cache_bytes) / kind.bytes_per_s,
         links_s=sent / kind.link_bytes_per_s,
     )
 
@@ -171,25 +174,27 @@ def _compute_remote_share(num_devices: int) -> float:
     return (num_devices - 1) / num_devices
 
 
-def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, rows: float, itemsize: int) -> float:
-    """Return the bytes that each device sends during one pass over all layers so that mixers see whole rows.
+def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, num_tokens: float, itemsize: int) -> float:
+    """Return the bytes that each device sends around the attention of all layers.
 
-    With `cp`, the devices of `cp` and `ep` share the tokens of a row. While mixers compute, these devices share the
-    heads instead.
+    With `cp`, the tokens of a batch row are sharded over `cp` and `ep`. For attention, each device
+    needs all tokens of some heads, so the devices exchange tokens for heads before it and back
+    after it. Each device has `num_tokens` tokens.
     """
     if mesh.cp == 1:
         return 0.0
-    numbers = count_exchanged_numbers(model, mesh.tp * mesh.cp * mesh.ep) / mesh.tp
-    return _compute_remote_share(mesh.cp * mesh.ep) * rows * numbers * itemsize
+    elements = count_exchanged_elements(model, mesh.tp * mesh.cp * mesh.ep) / mesh.tp
+    return _compute_remote_share(mesh.cp * mesh.ep) * num_tokens * elements * itemsize
 
 
-def _count_reduced_bytes(model: ModelConfig, mesh: MeshConfig, rows: float) -> float:
-    """Return the bytes of activations that each device sends during one pass over all layers for `rows` tokens.
+def _count_reduced_bytes(model: ModelConfig, mesh: MeshConfig, num_tokens: float) -> float:
+    """Return the bytes of activations that each device sends in one pass over all layers.
 
-    Over `tp`, the float32 outputs of the mixer and of the feed-forward are all-reduced, so each part is sent twice.
-    Over `ep`, devices gather each other's tokens and add up the outputs.
+    Over `tp`, the float32 outputs of attention and feed-forward are all-reduced, so each part is
+    sent twice. Over `ep`, each layer gathers the tokens (one part) and all-reduces the outputs (two
+    parts). Each device has `num_tokens` tokens.
     """
-    hidden_bytes = rows * model.hidden_size * FLOAT32_BYTES
+    hidden_bytes = num_tokens * model.hidden_size * FLOAT32_BYTES
     num_bytes = 2 * model.num_layers * 2 * _compute_remote_share(mesh.tp) * hidden_bytes
     if mesh.ep > 1:
         num_bytes += model.num_layers * 3 * _compute_remote_share(mesh.ep) * mesh.ep * hidden_bytes

@@ -171,16 +171,20 @@ def test_last_long_batch_slot_is_reserved_for_sessions_without_a_long_pass():
     first = made.take(0.0)
     assert (first.requests[0].model_id, first.is_long) == (A, True)
 
-    third = made.take(0.0, busy={A}, num_running=2, sessions_with_long={SessionId("s")})
+    third = made.take(0.0, busy={A}, num_running=2, sessions_with_long_pass={SessionId("s")})
     assert third.requests[0].model_id == C, "B is next, but its session has a running long pass"
-    assert made.take(0.0, busy={A, C}, num_running=3, sessions_with_long={SessionId("s"), SessionId("other")}) is None
-    assert made.take(0.0, busy={C}, num_running=2, sessions_with_long={SessionId("other")}).requests[0].model_id == B
+    assert (
+        made.take(0.0, busy={A, C}, num_running=3, sessions_with_long_pass={SessionId("s"), SessionId("other")}) is None
+    )
+    assert (
+        made.take(0.0, busy={C}, num_running=2, sessions_with_long_pass={SessionId("other")}).requests[0].model_id == B
+    )
 
     made = schedule(make_request(1, large), make_request(1, model_id=B), max_pass_tokens=10)
-    assert made.take(0.0, busy={C}, num_running=1, sessions_with_long={SessionId("s")}).is_long, (
+    assert made.take(0.0, busy={C}, num_running=1, sessions_with_long_pass={SessionId("s")}).is_long, (
         "two places are free for long"
     )
-    assert not made.take(0.0, busy={C}, num_running=3, sessions_with_long={SessionId("s")}).is_long, (
+    assert not made.take(0.0, busy={C}, num_running=3, sessions_with_long_pass={SessionId("s")}).is_long, (
         "others are as before"
     )
 
@@ -211,7 +215,7 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
         sessions = {SessionId({"a": "s", "c": "t", "z": "u"}[name]) for name in running}
         owners = {"bob" if name == "z" else "ann" for name in running}
         step = made.take(
-            0.0, busy=running, num_running=len(running), sessions_with_long=sessions, owners_with_long=owners
+            0.0, busy=running, num_running=len(running), sessions_with_long_pass=sessions, owners_with_long_pass=owners
         )
         return None if step is None else step.requests[0].model_id
 

@@ -31,7 +31,7 @@ def test_training_of_a_dense_model() -> None:
     mixing = 36 * 2 * 32 * 128 * 1025 / 2  # on average, a position of 1,024 reads 512.5 positions
     assert bound.arithmetic_s == pytest.approx(2 * 4096 * (3 * FROZEN + 4 * (lora + mixing)) / 989.5e12)
     assert bound.memory_s == pytest.approx(3 * 2 * (PARAMETERS - 151936 * 4096) / 4.8e12)
-    assert bound.links_s == 0 and bound.by == "arithmetic"
+    assert bound.links_s == 0 and bound.bottleneck == "arithmetic"
     assert bound.tokens_per_s == pytest.approx(4096 / bound.arithmetic_s)
     kept = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
     assert kept.arithmetic_s == pytest.approx(2 * 4096 * (2 * FROZEN + 3 * (lora + mixing)) / 989.5e12)
@@ -41,7 +41,7 @@ def test_decoding_of_a_dense_model_reads_weights_and_cache() -> None:
     cache = 32 * 1024 * 36 * 2 * 8 * 128 * 2
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": cache}
     bound = bound_decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
-    assert bound.by == "memory"
+    assert bound.bottleneck == "memory"
     assert bound.memory_s == pytest.approx((2 * (PARAMETERS - 151936 * 4096) + cache) / 4.8e12)
     position = 36 * 2 * 32 * 128 * 1024
     assert bound.arithmetic_s == pytest.approx(2 * 32 * (FROZEN + position) / 989.5e12)
