@@ -207,6 +207,7 @@ def losses_page() -> Iterator[str]:
             for name, loss in LOSSES.items()
         ),
     )
+    yield reference_text.LOSS_NUMBERS
 
     # One section for each loss.
     for name, loss in LOSSES.items():

@@ -53,6 +53,10 @@ Notation: l is the log-probability of the target token under the trained model, 
 log-probability when it was sampled (`logprobs`), A is the advantage, and r = exp(l − q). Positions
 whose advantage or weight is 0 do not count. `stopgrad` passes no gradient."""
 
+LOSS_NUMBERS = """\
+A number in the config must be finite and 0 or more, and `clip_low_threshold` must not be greater
+than `clip_high_threshold`."""
+
 CUSTOM_LOSSES = """\
 `ServiceClient.create_custom_loss` traces a loss function on the client and uploads the graph. The
 server then evaluates it in one forward/backward request ([guide](../guides/losses.md)): for each

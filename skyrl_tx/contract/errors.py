@@ -35,6 +35,14 @@ class UserError(RequestError):
     category = ErrorCategory.USER
 
 
+class FieldError(UserError):
+    """A field of a request is invalid. `field` is its path, for example "messages[2].content"."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class ServerError(RequestError):
     """The request is valid, but the server failed to execute it."""
 

@@ -5,9 +5,8 @@ UserError with the field as the SDK names it, the value and the limit, for examp
 must be 1 or more`.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from msgspec import UnsetType
@@ -27,6 +26,7 @@ from skyrl_tx.contract.custom_loss import (
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, checkpoint_name
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
+from skyrl_tx.contract.numbers import MAX_FLOAT32, check_number, check_order
 from skyrl_tx.contract.requests import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -45,13 +45,10 @@ from skyrl_tx.contract.requests import (
 )
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
 """The inputs that all custom losses have."""
 _MAX_RESULT_LOGPROBS = 2**26
 """Maximum number of log-probabilities in the result of one sample request, which are 512 MiB."""
-_MIN_TEMPERATURE = 1e-30
-"""Logits of up to a hundred million, divided by this temperature, still fit into float32."""
 
 
 def make_pass_examples(
@@ -216,14 +213,18 @@ def check_save(request: SaveWeights) -> None:
 
 def check_optim(params: OptimizerParams) -> None:
     """Check `optim_step`."""
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(params, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"adam_params.{name} {value} must be a finite number, 0 or more")
-    for name in ("beta1", "beta2"):
-        value = getattr(params, name)
-        if not 0 <= value < 1:
-            raise UserError(f"adam_params.{name} {value} must be in [0, 1)")
+    for field in fields(params):
+        check_number(f"adam_params.{field.name}", getattr(params, field.name))
+
+    # The factors of a step must be finite in float32, or it would leave weights that are not.
+    rate = params.learning_rate
+    factors = {
+        f"weight_decay {params.weight_decay}: their product": rate * params.weight_decay,
+        f"beta1 {params.beta1}: learning_rate / (1 - beta1)": rate / (1 - params.beta1),
+    }
+    for what, factor in factors.items():
+        if factor > MAX_FLOAT32:
+            raise UserError(f"adam_params.learning_rate {rate} and {what} exceeds float32; lower learning_rate")
 
 
 def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
@@ -236,11 +237,18 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
     spec = capabilities.losses.get(request.loss)
     if spec is None:
         raise UserError(f"loss_fn {request.loss!r} is not one of {_join_names(capabilities.losses)}")
+
+    # The config.
+    config = dict(spec.config)
     for name, value in request.loss_config.items():
         if name not in spec.config:
             raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_join_names(spec.config)}")
-        if isinstance(value, str) or not abs(value) <= _MAX_FLOAT32:
-            raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number (float32)")
+        if isinstance(value, str):
+            raise UserError(f"loss_fn_config.{name} {value[:100]!r} must be a finite number (float32)")
+        check_number(f"loss_fn_config.{name}", value)
+        config[name] = value
+    check_order("loss_fn_config.", config)
+
     for index, datum in enumerate(request.data):
         _check_datum(f"data[{index}]", datum, spec, capabilities)
 
@@ -248,8 +256,7 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
 def check_sample(request: Sample, capabilities: Capabilities) -> None:
     """Check `sample`."""
     _check_tokens("prompt", request.prompt, capabilities.vocab_size)
-    if request.num_samples <= 0:
-        raise UserError(f"num_samples {request.num_samples} must be 1 or more")
+    check_number("num_samples", request.num_samples)
     _check_sampling(request.params, capabilities.vocab_size)
 
     # The number of tokens. `max_tokens` null means the rest of the context.
@@ -264,8 +271,7 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
         max_tokens = limit - length
 
     # They must fit into the context and the KV cache.
-    if max_tokens <= 0:
-        raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
+    check_number("sampling_params.max_tokens", max_tokens)
     num_tokens, capacity = length + max_tokens, capabilities.max_sample_tokens
     if num_tokens > min(limit, capacity):
         exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the KV cache of {capacity} tokens"
@@ -364,8 +370,7 @@ def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
     if spec.optimizer not in capabilities.optimizers:
         raise UserError(f"optimizer {spec.optimizer!r} is not one of {_join_names(capabilities.optimizers)}")
     lora: LoraSpec = spec.lora
-    if not 1 <= lora.rank <= capabilities.max_lora_rank:
-        raise UserError(f"lora_config.rank {lora.rank} must be from 1 to {capabilities.max_lora_rank}")
+    check_number("lora_config.rank", lora.rank, high=capabilities.max_lora_rank)
     targets = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     if not any(targets.values()):
         raise UserError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
@@ -444,15 +449,8 @@ def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     # Distribution.
-    if params.temperature != 0 and not _MIN_TEMPERATURE <= params.temperature <= _MAX_FLOAT32:
-        raise UserError(
-            f"sampling_params.temperature {params.temperature} must be 0 (greedy), or a finite number from "
-            f"{_MIN_TEMPERATURE}"
-        )
-    if not 0 < params.top_p <= 1:
-        raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
-    if params.top_k < -1:
-        raise UserError(f"sampling_params.top_k {params.top_k} must be -1 (off) or more")
+    for name in ("temperature", "top_p", "top_k"):
+        check_number(f"sampling_params.{name}", getattr(params, name))
 
     # Stop strings and tokens.
     if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
@@ -471,16 +469,12 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_options(options: PromptOptions, length: int, capabilities: Capabilities) -> None:
-    limits = (
-        ("topk_prompt_logprobs", options.topk, capabilities.max_topk_logprobs),
-        ("topk_sample_logprobs", options.sample_topk, capabilities.max_topk_logprobs),
-        ("prompt_alt_tokens_k", options.alt_tokens_k, capabilities.max_alt_tokens),
-    )
-    for name, value, limit in limits:
-        if not 0 <= value <= limit:
-            raise UserError(f"{name} {value} must be from 0 to {limit}")
-    if options.last_n is not None and not 1 <= options.last_n <= length - 1:
-        raise UserError(f"prompt_logprobs_last_n {options.last_n} must be from 1 to {length - 1} for this prompt")
+    most = capabilities.max_topk_logprobs
+    check_number("topk_prompt_logprobs", options.topk, field="topk_logprobs", high=most)
+    check_number("topk_sample_logprobs", options.sample_topk, field="topk_logprobs", high=most)
+    check_number("prompt_alt_tokens_k", options.alt_tokens_k, high=capabilities.max_alt_tokens)
+    if options.last_n is not None:
+        check_number("prompt_logprobs_last_n", options.last_n, high=length - 1)
 
     targets = options.target_tokens
     if targets is not None:

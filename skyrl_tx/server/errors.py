@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Literal
 
-from skyrl_tx.contract.errors import MAX_MESSAGE_CHARS, UserError
+from skyrl_tx.contract.errors import MAX_MESSAGE_CHARS
 from skyrl_tx.process.text import make_visible
 
 Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
@@ -33,14 +33,6 @@ class ApiError(Exception):
         super().__init__(self.detail)
         self.headers = headers
         self.reason: Refusal | None = reason
-        self.field = field
-
-
-class FieldError(UserError):
-    """A field of a request is invalid. `field` is its path, for example "messages[2].content"."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message)
         self.field = field
 
 

@@ -14,7 +14,6 @@ from skyrl_tx.contract.requests import LoadWeights
 from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
-MAX_TTL_S = 10 * 365 * 24 * 3600
 """Maximum time to live of a checkpoint: ten years."""
 
 

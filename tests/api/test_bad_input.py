@@ -139,6 +139,10 @@ def test_bad_model_fails_its_future(server: Server, changes: dict[str, Any], tex
         ({"topk_sample_logprobs": 2**70}, "topk_sample_logprobs: Input should be less than"),
         ({"prompt_alt_tokens_k": 2**70}, "prompt_alt_tokens_k: Input should be less than"),
         ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}}, "target_prompt_logprobs"),
+        (
+            {"target_prompt_logprobs": {"data": [1, 1.7], "dtype": "int64", "shape": [1, 2]}},
+            "target_prompt_logprobs[1] 1.7 must be from",
+        ),
     ],
 )
 def test_bad_sample_fails_its_future(server: Server, sampler: str, changes: dict[str, Any], text: str) -> None:

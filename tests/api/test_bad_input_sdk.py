@@ -216,7 +216,7 @@ def test_nan_in_sampling_params(stack: LiveStack, sampling: tinker.SamplingClien
     assert failure["category"] == "user" and f"sampling_params.{name} nan" in str(failure["error"])
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300])
+@pytest.mark.parametrize("name", ["a/b", "..", "a\x01b", "x" * 300])
 def test_bad_checkpoint_name(culprit: tinker.TrainingClient, name: str) -> None:
     for save in (culprit.save_state, culprit.save_weights_for_sampler):
         assert_fails_with(lambda save=save: save(name), "checkpoint name", repr(name)[:20])

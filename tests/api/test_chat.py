@@ -232,7 +232,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         "max_tokens 0: needs `echo` true",
     ),
     "n": (CHAT, {"messages": TALK, "n": 0}, HTTPStatus.BAD_REQUEST, "n 0"),
-    "logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 99}, HTTPStatus.BAD_REQUEST, "logprobs 99: must be between"),
+    "logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 99}, HTTPStatus.BAD_REQUEST, "logprobs 99 must be from 0 to"),
     "tool choice": (CHAT, {"messages": TALK, "tool_choice": "required"}, HTTPStatus.BAD_REQUEST, "tool_choice 'req"),
     "any tool": (MESSAGES, {"messages": TALK, "tool_choice": {"type": "any"}}, HTTPStatus.BAD_REQUEST, "tool_choice.t"),
     "tools": (

@@ -22,7 +22,7 @@ from skyrl_tx.apps.chat.schemas import (
     ContentPart,
 )
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.server.errors import FieldError
+from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value, require
 

@@ -6,17 +6,17 @@ result. Some fields are listed here although only their neutral value is support
 `presence_penalty` 0, so that clients that send it still work.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, Self, TypeVar, cast
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from skyrl_tx.apps.chat.service import Limits
+from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.schemas.base import Int, List, WireModel
-from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
+from skyrl_tx.server.submission.sampling import check_stops
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
 _MAX_PROMPTS = 1024
@@ -352,28 +352,15 @@ def make_params(
     names of these fields in the request. Raises UserError, with the name of the field, for an
     invalid value.
     """
-    # How many tokens are drawn
-    require(
-        max_tokens is None or 1 <= max_tokens <= MAX_INT32,
-        f"{max_tokens_name} {quote_value(max_tokens)}: must be between 1 and {MAX_INT32}",
-        field=max_tokens_name,
-    )
-
     # How tokens are drawn
+    if max_tokens is not None:
+        check_number(max_tokens_name, max_tokens, field="max_tokens")
     temperature = 1.0 if temperature is None else temperature
-    require(
-        math.isfinite(temperature) and temperature >= 0,
-        f"temperature {temperature}: must be 0 or more",
-        field="temperature",
-    )
     top_p = 1.0 if top_p is None else top_p
-    require(0 < top_p <= 1, f"top_p {top_p}: must be greater than 0 and at most 1", field="top_p")
     top_k = top_k or -1
-    require(
-        top_k == -1 or 1 <= top_k <= MAX_INT32,
-        f"top_k {quote_value(top_k)}: must be between 1 and {MAX_INT32}, or 0 or -1 for no limit",
-        field="top_k",
-    )
+    check_number("temperature", temperature)
+    check_number("top_p", top_p)
+    check_number("top_k", top_k)
 
     # When a sample stops
     strings = [stop] if isinstance(stop, str) else stop or []
@@ -431,7 +418,7 @@ def check_num_samples(n: int | None) -> int:
     Raises UserError if it is out of range.
     """
     count = 1 if n is None else n
-    require(1 <= count <= MAX_SAMPLES, f"n {quote_value(n)}: must be between 1 and {MAX_SAMPLES}", field="n")
+    check_number("n", count, field="num_samples")
     return count
 
 
@@ -441,9 +428,5 @@ def check_top_k(value: int | None, name: str, limits: Limits) -> int:
     Raises UserError if the backend supports fewer.
     """
     count = value or 0
-    require(
-        0 <= count <= limits.max_topk,
-        f"{name} {quote_value(value)}: must be between 0 and {limits.max_topk} on this server",
-        field=name,
-    )
+    check_number(name, count, field="topk_logprobs", high=limits.max_topk)
     return count

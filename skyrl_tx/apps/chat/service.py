@@ -24,13 +24,13 @@ from skyrl_tx.apps.chat.models import Weights
 from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
-from skyrl_tx.server.submission.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import engine_state, futures, sessions

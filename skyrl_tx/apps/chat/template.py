@@ -12,8 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skyrl_tx.apps.chat.message_forms import Message, iterate_forms, read_text
-from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.errors import FieldError
+from skyrl_tx.contract.errors import FieldError, UserError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\ue000end of the text\ue001 "

@@ -13,6 +13,7 @@ from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
+from skyrl_tx.contract.numbers import MAX_TTL_S
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.routes.downloads import make_archive_url
@@ -182,7 +183,7 @@ def set_lifetime(visit: Visit) -> Response:
         days = float(text) if text else None
     except ValueError:
         days = -1.0
-    if days is not None and not 0 < days * _DAY_S <= checkpoints.MAX_TTL_S:
+    if days is not None and not 0 < days * _DAY_S <= MAX_TTL_S:
         raise bad_request(f"days: {text[:30]!r} must be a number greater than 0 and at most 3650, or empty")
     expires_at = None if days is None else visit.now + days * _DAY_S
 

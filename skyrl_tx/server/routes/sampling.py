@@ -5,6 +5,7 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
+from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
@@ -148,5 +149,5 @@ def _make_sequence_ids(key: str, num_samples: int) -> list[str]:
     Returns [] for an invalid number of samples, because such a request will be rejected.
     """
     stem = futures.make_request_id(key).replace("req-", "seq-", 1)
-    count = num_samples if num_samples <= sampling.MAX_SAMPLES else 0
+    count = num_samples if num_samples <= MAX_SAMPLES else 0
     return [f"{stem}-{index}" for index in range(count)]

@@ -8,15 +8,13 @@ import numpy as np
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.arrays import Int64Array
 from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.server.schemas.training import AsampleRequest, TensorData, WireSamplingParams
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, cells_from_json, from_json
 from skyrl_tx.server.submission.training import tokens_from_json
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
-MAX_SAMPLES = 4096
-"""Maximum number of samples of one prompt. The response to the POST has an id for each of them."""
-MAX_INT32 = 2**31 - 1
 _TARGETS = "target_prompt_logprobs"
 
 
@@ -24,10 +22,7 @@ def translate_sample(
     request: AsampleRequest, sampler: SamplerId | None, sequence_ids: Sequence[str], max_dense_bytes: int
 ) -> Submission:
     """Translate a sample request. Draws the seed if the client sent none."""
-    require(
-        1 <= request.num_samples <= MAX_SAMPLES,
-        f"num_samples {quote_value(request.num_samples)}: must be between 1 and {MAX_SAMPLES}",
-    )
+    check_number("num_samples", request.num_samples)
 
     sample = requests.Sample(
         prompt=tokens_from_json(request.prompt, "prompt"),
@@ -48,7 +43,7 @@ def translate_sample(
 
 def _read_params(params: WireSamplingParams) -> requests.SamplingParams:
     where = "sampling_params"
-    require(params.top_k <= MAX_INT32, f"{where}.top_k {quote_value(params.top_k)}: must be at most {MAX_INT32}")
+    check_number(f"{where}.top_k", params.top_k)
     stop_strings, stop_token_ids = _split_stops(params.stop)
     return requests.SamplingParams(
         seed=choose_seed(params.seed, f"{where}.seed"),
@@ -89,8 +84,7 @@ def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, wh
             field=where,
         )
     for index, token in enumerate(token_ids):
-        place = f"{where_tokens}[{index}]"
-        require(0 <= token <= MAX_INT32, f"{place} {quote_value(token)}: is not a token id", field=place)
+        check_number(f"{where_tokens}[{index}]", token, field="stop_token")
 
 
 def _read_options(request: AsampleRequest, max_dense_bytes: int) -> requests.PromptOptions:

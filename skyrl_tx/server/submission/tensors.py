@@ -12,6 +12,7 @@ import numpy as np
 
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int64Array, NumberArray, max_targets
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.numbers import make_integers
 from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import quote_value
@@ -142,6 +143,8 @@ def batch_to_proto(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
 
 def from_numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray:
     """Convert JSON numbers to an array. Raises UserError if a number does not fit the dtype."""
+    if values and isinstance(values[0], float) and dtype in ("int32", "int64"):
+        return make_integers(values, dtype, where)
     try:
         with np.errstate(over="ignore"):
             return np.array(values, dtype=dtype)

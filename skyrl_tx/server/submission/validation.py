@@ -21,15 +21,14 @@ from google.protobuf.message import Message
 from pydantic import ValidationError
 
 from skyrl_tx.contract.arrays import NumberArray
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import FieldError, UserError
+from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.process.text import make_line
-from skyrl_tx.server.errors import FieldError, too_large
+from skyrl_tx.server.errors import too_large
 from skyrl_tx.server.schemas.base import WireModel
-from skyrl_tx.store.checkpoints import MAX_TTL_S
 
 _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
-_MIN_TTL_S = 3600
 _PIECE = 2**20
 _MAX_NAME_CHARS = 100
 _REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
@@ -259,10 +258,8 @@ def check_ttl(seconds: int | None, where: str) -> int | None:
 
     Raises UserError unless it is between an hour and ten years.
     """
-    require(
-        seconds is None or _MIN_TTL_S <= seconds <= MAX_TTL_S,
-        f"{where} {seconds}: must be between {_MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), or absent",
-    )
+    if seconds is not None:
+        check_number(where, seconds)
     return seconds
 
 
@@ -273,7 +270,7 @@ def choose_seed(value: int | None, where: str) -> int:
     """
     if value is None:
         return secrets.randbits(63)
-    require(-(2**63) <= value < 2**64, f"{where} {quote_value(value)}: must fit into 64 bits", field=where)
+    check_number(where, value)
     return value
 
 

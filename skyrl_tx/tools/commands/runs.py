@@ -18,6 +18,7 @@ from skyrl_tx.apps.history.curves import fold_points
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.contract.numbers import MAX_TTL_S
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.launch.command import CommandError, load_engine_extensions
@@ -301,8 +302,8 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
 
 
 def _set_expiry(arguments: argparse.Namespace) -> None:
-    if arguments.seconds is not None and not 0 < arguments.seconds <= checkpoints.MAX_TTL_S:
-        raise CommandError(f"--for {arguments.seconds} must be from 1 to {checkpoints.MAX_TTL_S} seconds (ten years)")
+    if arguments.seconds is not None and not 0 < arguments.seconds <= MAX_TTL_S:
+        raise CommandError(f"--for {arguments.seconds} must be from 1 to {MAX_TTL_S} seconds (ten years)")
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)

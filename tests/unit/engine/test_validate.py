@@ -55,6 +55,16 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ({"loss": "dro", "loss_config": {"beta": math.nan}}, "loss_fn_config.beta nan must be a finite number"),
         ({"loss": "dro", "loss_config": {"beta": "x"}}, "loss_fn_config.beta 'x' must be a finite number"),
         ({"loss": "dro", "loss_config": {"beta": -1e39}}, "loss_fn_config.beta -1e+39 must be a finite number"),
+        ({"loss": "ppo", "loss_config": {"clip_low_threshold": -0.1}}, "loss_fn_config.clip_low_threshold -0.1 must"),
+        ({"loss": "cispo", "loss_config": {"clip_high_threshold": -1.0}}, "loss_fn_config.clip_high_threshold -1.0"),
+        (
+            {"loss": "ppo", "loss_config": {"clip_low_threshold": 1.3}},
+            "clip_low_threshold 1.3 must not be greater than clip_high_threshold 1.2",
+        ),
+        (
+            {"loss": "cispo", "loss_config": {"clip_low_threshold": 2.0, "clip_high_threshold": 1.0}},
+            "clip_low_threshold 2.0 must not be greater than clip_high_threshold 1.0",
+        ),
         ({"data": (datum(mask=floats(*[1] * 6)),)}, "data[0].loss_fn_inputs['mask']: cross_entropy takes"),
         ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs'] is missing: ppo needs it"),
         ({"data": (datum(weights=floats(1, 2)),)}, "data[0].loss_fn_inputs['weights'] has length 2, model_input has 6"),
@@ -120,6 +130,11 @@ def test_valid_passes():
         ({"eps": -1.0}, "adam_params.eps -1.0"),
         ({"weight_decay": math.inf}, "adam_params.weight_decay inf"),
         ({"grad_clip_norm": -1.0}, "adam_params.grad_clip_norm -1.0"),
+        ({"learning_rate": 1e308}, "adam_params.learning_rate 1e+308 must be a finite number (float32), 0 or more"),
+        ({"weight_decay": 1e308}, "adam_params.weight_decay 1e+308"),
+        ({"eps": 1e39}, "adam_params.eps 1e+39"),
+        ({"learning_rate": 1e30, "weight_decay": 1e10}, "learning_rate 1e+30 and weight_decay 10000000000.0: their"),
+        ({"learning_rate": 1e38, "beta1": 0.999}, "learning_rate 1e+38 and beta1 0.999: learning_rate / (1 - beta1)"),
     ],
 )
 def test_invalid_optim_steps(changes, text):
@@ -189,7 +204,7 @@ def test_invalid_saves():
         ({"prompt": ()}, "prompt has no tokens"),
         ({"prompt": (1, 128)}, "prompt: token 128 is outside the vocabulary"),
         ({"prompt": (1, -1)}, "prompt: token -1"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens 0 must be 1 or more"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens 0 must be from 1 to 2147483647"),
         ({"max_tokens": -5}, "sampling_params.max_tokens -5"),
         ({"max_tokens": 31}, "prompt of 2 tokens + sampling_params.max_tokens 31 exceeds the context of 32 tokens"),
         (
@@ -200,7 +215,7 @@ def test_invalid_saves():
         ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no new token fits into the context of 32"),
         (
             {"temperature": 1e-38},
-            "sampling_params.temperature 1e-38 must be 0 (greedy), or a finite number from 1e-30",
+            "sampling_params.temperature 1e-38 must be from 1e-30 to 8.507059173023462e+37, or 0",
         ),
         ({"temperature": 5e-324}, "sampling_params.temperature 5e-324"),
         ({"temperature": 1e300}, "sampling_params.temperature 1e+300"),
@@ -240,5 +255,5 @@ def test_invalid_prompt_options(options, text):
 
 def test_invalid_num_samples():
     for number in (0, -1):
-        with raises(f"num_samples {number} must be 1 or more"):
+        with raises(f"num_samples {number} must be from 1 to 4096"):
             prepare.check_sample(replace(sample(), num_samples=number), CAPABILITIES)

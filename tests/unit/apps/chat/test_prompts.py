@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from skyrl_tx.apps.chat import prompts, schemas
 from skyrl_tx.apps.chat.template import ChatTemplate
-from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.errors import FieldError
+from skyrl_tx.contract.errors import FieldError, UserError
 from tests.support.tiny_tokenizer import PACKAGED
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -101,3 +101,11 @@ def test_dense_size_is_bounded_per_request() -> None:
     tensors.from_proto(message, budget, "first")
     with pytest.raises(UserError, match="second: shape"):
         tensors.from_proto(message, budget, "second")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_json_numbers_are_not_rounded_to_integers(dtype: Literal["int32", "int64"]) -> None:
+    whole = tensors.from_json(TensorData(data=[1.0, 2.0], dtype=dtype), tensors.DenseBudget(100), "a")
+    assert whole.dtype == dtype and whole.tolist() == [1, 2]
+    with pytest.raises(UserError, match=r"target_tokens\[1\] 1.7 must be from"):
+        tensors.from_json(TensorData(data=[1, 1.7], dtype=dtype), tensors.DenseBudget(100), "target_tokens")
