@@ -131,7 +131,7 @@ class JaxPass(Pass):
         self._backward = backward
         self._memory = memory
         self._limit = limit
-        self._programs = programs if backward else None
+        self._programs = programs
         self._losses = CustomLossPrograms() if losses is None else losses
 
         # Plan the micro-batches, and compile what they need.
@@ -152,7 +152,8 @@ class JaxPass(Pass):
         self._custom_results: dict[int, PassResult] = {}
         self._pending = deque(self._plan_micro_batches(memory_plan))
         if self._programs is not None:
-            for shape in dict.fromkeys(map(self._get_shape, self._pending)):
+            shapes = (shape for planned in self._pending for shape in self._list_shapes(planned))
+            for shape in dict.fromkeys(shapes):
                 if shape not in self._programs.ready:
                     self._programs.queue_needed(shape, self._turn)
 
@@ -193,11 +194,14 @@ class JaxPass(Pass):
         if not self._pending:
             return None
         planned = self._pending[0]
-        if (programs := self._programs) is not None and (shape := self._get_shape(planned)) not in programs.ready:
-            return partial(programs.wait, shape)
-        needed = planned.loss_shapes
-        missing = next((shape for shape in needed if shape not in self._losses.ready), None)
-        return None if missing is None else partial(self._losses.wait, missing)
+        if (programs := self._programs) is not None:
+            for shape in self._list_shapes(planned):
+                if shape not in programs.ready:
+                    return partial(programs.wait, shape)
+        for loss_shape in planned.loss_shapes:
+            if loss_shape not in self._losses.ready:
+                return partial(self._losses.wait, loss_shape)
+        return None
 
     @override
     def results(self) -> list[PassResult]:
@@ -293,12 +297,28 @@ class JaxPass(Pass):
     def _choose_remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
         return plan.get_remat_policy(num_tokens // math.prod(self._shards))
 
-    def _get_shape(self, planned: _PlannedMicroBatch) -> MicroBatchShape:
+    def _list_shapes(self, planned: _PlannedMicroBatch) -> list[MicroBatchShape]:
+        """Return the shapes of the programs that `_dispatch` calls."""
+        needs_forward = not self._backward or bool(planned.request.custom)
+        shapes = [self._get_shape(planned, backward=False)] if needs_forward else []
+        return [*shapes, self._get_shape(planned, backward=True)] if self._backward else shapes
+
+    def _get_shape(self, planned: _PlannedMicroBatch, *, backward: bool) -> MicroBatchShape:
         plan, weights = planned.plan, self._before[planned.request.model_id].adapter.weights
         rank = next(iter(weights.values())).a.shape[-1]
-        remat = self._choose_remat(self._memory_plan, plan.num_tokens)
+        remat = self._choose_remat(self._memory_plan, plan.num_tokens) if backward else None
         is_local = LOSSES[planned.request.examples[0].loss].is_local
         return MicroBatchShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
+
+    def _call_program(self, planned: _PlannedMicroBatch, *arguments: Any, backward: bool) -> Any:
+        shape = self._get_shape(planned, backward=backward)
+        if self._programs is not None:
+            program = self._programs.ready[shape]
+            program.num_calls += 1
+            return program.call(*arguments)
+        if not backward:
+            return training.forward(*arguments, config=self._config)
+        return training.accumulate(*arguments, config=self._config, remat=shape.remat)
 
     def _dispatch(self, planned: _PlannedMicroBatch) -> training.MicroBatchOutputs:
         """Start to compute a micro-batch, and add its gradient to the gradient of its request."""
@@ -309,7 +329,7 @@ class JaxPass(Pass):
         # Forward. A backward pass of a custom loss waits for the log-probabilities to compute its
         # weights.
         if not self._backward or request.custom:
-            outputs = training.forward(self._params, adapter, batch, config=self._config)
+            outputs = self._call_program(planned, self._params, adapter, batch, backward=False)
             if not self._backward:
                 return outputs
             weighted, custom_results = self._evaluate_custom_loss(planned, fetch(outputs))
@@ -320,13 +340,7 @@ class JaxPass(Pass):
         if self._request_gradient is None:
             self._request_gradient = make_zero_gradient(adapter.weights)
         arguments = self._params, adapter, self._request_gradient, batch
-        if self._programs is None:
-            remat = self._choose_remat(self._memory_plan, planned.plan.num_tokens)
-            self._request_gradient, outputs = training.accumulate(*arguments, config=self._config, remat=remat)
-        else:
-            program = self._programs.ready[self._get_shape(planned)]
-            program.num_calls += 1
-            self._request_gradient, outputs = program.call(*arguments)
+        self._request_gradient, outputs = self._call_program(planned, *arguments, backward=True)
 
         # After the last micro-batch, add the gradient of the request to the gradient of the model.
         if planned.is_last:

@@ -28,7 +28,7 @@ from skyrl_tx.layers.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """Everything that a program of `forward_backward.accumulate` is compiled for."""
+    """Everything that a training program is compiled for."""
 
     num_rows: int
     length: int
@@ -37,7 +37,8 @@ class MicroBatchShape:
     """Targets per position."""
     rank: int
     """The padded LoRA rank."""
-    remat: RematPolicy
+    remat: RematPolicy | None
+    """How `forward_backward.accumulate` rematerializes; None is `forward_backward.forward`."""
     is_local: bool = True
     """Whether the program is for local losses, see `losses.base.Loss`."""
 
@@ -102,7 +103,10 @@ class MicroBatchShapes:
 
 
 class TrainingPrograms:
-    """The programs of `forward_backward.accumulate`, compiled in the background."""
+    """The programs of `forward_backward`, compiled in the background.
+
+    Those of `forward` are compiled when a pass needs them, and only those of `accumulate` before.
+    """
 
     def __init__(
         self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
@@ -154,7 +158,8 @@ class TrainingPrograms:
     def close(self) -> None:
         """Stop the threads, and store how often programs were called. Idempotent."""
         self._compiler.close()
-        counts = {shape.name: program.num_calls for shape, program in self.ready.items() if program.num_calls}
+        called = {shape: program for shape, program in self.ready.items() if program.num_calls}
+        counts = {shape.name: program.num_calls for shape, program in called.items() if shape.remat is not None}
         if counts and self._popularity is not None:
             self._popularity.add(counts)
         self._popularity = None
@@ -162,6 +167,8 @@ class TrainingPrograms:
     def _make_program(self, shape: MicroBatchShape) -> Program:
         adapter = make_adapter_shapes(self._params.layout, self._config, shape.rank)
         batch = packing.make_empty_micro_batch(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
+        if shape.remat is None:
+            return Program(forward_backward.forward, (self._params, adapter, batch), {"config": self._config})
         static = {"config": self._config, "remat": shape.remat}
         return Program(forward_backward.accumulate, (self._params, adapter, adapter.weights, batch), static)
 

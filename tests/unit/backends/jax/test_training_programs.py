@@ -66,7 +66,7 @@ def train(backend: JaxBackend) -> list[np.ndarray]:
     results = [
         result.logprobs
         for batch in (short, long, use_sequence_loss(short))
-        for result in backend.forward_backward(batch)
+        for result in (*backend.forward_backward(batch), *backend.forward(batch))
     ]
     return [*results, *map(np.asarray, jax.tree.leaves(backend._pool.get(MODEL).gradient))]
 
@@ -77,7 +77,9 @@ def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> N
         assert programs is not None
         found = train(backend)
         assert backend.meters().progress is None and not backend.is_compiling()
-        assert {shape.is_local: program.num_calls for shape, program in programs.ready.items()} == {True: 2, False: 1}
+        calls = {(shape.remat, shape.is_local): program.num_calls for shape, program in programs.ready.items()}
+        save = RematPolicy.SAVE_MATMULS
+        assert calls == {(save, True): 2, (save, False): 1, (None, True): 2, (None, False): 1}
     with tiny_backend(micro_batch_tokens=32) as backend:
         assert backend._training_programs is None
         for one, other in zip(train(backend), found, strict=True):
