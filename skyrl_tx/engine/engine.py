@@ -471,6 +471,7 @@ class _Loop:
                 num_running=training.num_running,
                 sessions_with_long_pass=training.sessions_with_long_pass,
                 owners_with_long_pass=training.owners_with_long_pass,
+                compiling_owners=training.compiling_owners,
             )
         if batch is not None:
             training.start_scheduled(batch)  # starts passes, but runs a request of another kind to its end

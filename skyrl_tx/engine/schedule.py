@@ -32,6 +32,10 @@ budget of a batch. A long pass must leave slots free for other passes:
 - another one if its owner is already running a long pass, and there are other owners
 
 So neither an owner nor a session can occupy the device with long passes.
+
+A pass of an owner whose running batch waits for the compiler must leave one slot free for other
+owners, and it is not added to their batches. So an owner whose passes need many programs stops no
+other owner.
 """
 
 _MAX_BATCH_REQUESTS = 32
@@ -162,6 +166,7 @@ class Schedule:
         num_running: int = 0,
         sessions_with_long_pass: Collection[SessionId] = (),
         owners_with_long_pass: Collection[str] = (),
+        compiling_owners: Collection[str] = (),
     ) -> ScheduledBatch | None:
         """Remove and return the next batch or request, or None if nothing can run.
 
@@ -172,10 +177,13 @@ class Schedule:
             num_running: Number of running batches.
             sessions_with_long_pass: Sessions with a running long pass.
             owners_with_long_pass: Owners with a running long pass.
+            compiling_owners: Owners with a running batch that waits for the compiler.
         """
         if num_running and len(busy) >= self.max_models:
             return None
         turns = self._order_queues({*blocked, *busy})
+        if not self.is_shared:
+            compiling_owners = ()
 
         for queue in turns:
             first = self._find_runnable(queue, now)
@@ -193,6 +201,7 @@ class Schedule:
             if is_long:
                 num_reserved += first.session_id in sessions_with_long_pass
                 num_reserved += first.owner in owners_with_long_pass and self.is_shared
+            num_reserved = max(num_reserved, first.owner in compiling_owners)
             if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
                 continue
 
@@ -207,7 +216,8 @@ class Schedule:
                 return ScheduledBatch((self._start_request(queue, first),))
 
             # Add passes of the same direction, from all models.
-            requests = self._fill_batch(queue, first, turns, now, self.max_models - len(busy))
+            joining = [other for other in turns if other.owner == queue.owner or other.owner not in compiling_owners]
+            requests = self._fill_batch(queue, first, joining, now, self.max_models - len(busy))
             return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
 

@@ -125,6 +125,11 @@ class TrainingExecutor:
         """Owners with a running long pass."""
         return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
 
+    @property
+    def compiling_owners(self) -> set[str]:
+        """Owners with a running batch that waits for the compiler."""
+        return {owner for owner, batches in self._batches.items() if any(batch.is_waiting for batch in batches)}
+
     def start_scheduled(self, scheduled: ScheduledBatch) -> None:
         """Start a batch of passes, or execute a single request of another kind."""
         first = scheduled.requests[0]

@@ -226,6 +226,23 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
     assert take("c", "z") is None and take("c") == "b"
 
 
+def test_an_owner_that_waits_for_the_compiler_leaves_a_slot_and_joins_no_other_batch():
+    mine = [make_request(1, model_id=ModelId(name)) for name in "ab"]
+    made = schedule(*mine)
+    running = {"num_running": 3, "compiling_owners": {"ann"}}
+    made.add_model(ModelId("z"), SequenceCursor())
+    made.add(make_request(1, model_id=ModelId("z"), owner="bob"))
+    assert [request.model_id for request in made.take(0.0, **running).requests] == ["z"]
+
+    assert made.take(0.0, **running) is None, "the last slot is for other owners"
+    running["num_running"] = 2
+    assert [request.model_id for request in made.take(0.0, **running).requests] == ["a", "b"]
+
+    alone = schedule(*mine)
+    running["num_running"] = 3
+    assert len(alone.take(0.0, **running).requests) == 2, "there is no other owner"
+
+
 def test_forgotten_model_is_added_again_with_its_cursor():
     made = schedule(make_request(1), make_request(1, model_id=B), make_request(2, model_id=C))
     made.take(0.0)

@@ -105,7 +105,7 @@ class MicroBatchShapes:
 class TrainingPrograms:
     """The programs of `forward_backward`, compiled in the background.
 
-    Those of `forward` are compiled when a pass needs them, and only those of `accumulate` before.
+    Only the programs of `accumulate` are compiled before a pass needs them.
     """
 
     def __init__(
