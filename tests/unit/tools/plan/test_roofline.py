@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.models.flops import count_exchanged_numbers
+from skyrl_tx.models.flops import count_exchanged_elements
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import list_meshes, rank_meshes
 from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training
@@ -88,7 +88,7 @@ def test_devices_of_cp_exchange_heads_for_tokens() -> None:
     [(48 * 2 * (32 + 4) * 128, 4), (48 * 2 * (32 + 8) * 128, 8)],  # eight devices hold copies of four KV heads
 )
 def test_more_devices_than_kv_heads_exchange_copies(numbers: int, num_parts: int) -> None:
-    assert count_exchanged_numbers(MIXTURE, num_parts) == numbers
+    assert count_exchanged_elements(MIXTURE, num_parts) == numbers
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
@@ -97,7 +97,7 @@ def test_published_models_have_a_mesh(name: str) -> None:
     model = models.find_family(content).config_from_hf(content)
     found = rank_meshes(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
     assert found and all(candidate.mesh.num_devices == 8 for candidate in found)
-    assert count_exchanged_numbers(model, 4) > 0
+    assert count_exchanged_elements(model, 4) > 0
     assert [candidate.has_fitting_weights for candidate in found] == sorted(
         (candidate.has_fitting_weights for candidate in found), reverse=True
     )
