@@ -6,14 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
+from skyrl_tx.models import read_model
 from skyrl_tx.testing.backend_driver import STEP, BackendDriver
 from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights.weight_map import name_adapter_modules
 from tests.support.tiny import MODEL, TINY_CONFIG
 from tests.support.torch_example import torch_spec
 
@@ -39,6 +43,26 @@ def drivers(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
             (root / name).mkdir()
             found.append(BackendDriver(backend, backend.start(), root / name))
         yield found[0], found[1]
+
+
+def test_both_decide_by_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    """The config ties embeddings that differ, and has the context length before the scaling of the rope."""
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    directory = write_model(tmp_path, tied_embeddings=True, rope_scaling=rope)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    spec = torch_spec()
+    with closing(spec.load()(str(directory), spec.config(device="cpu", num_threads=1))) as torch:
+        found, (family, config) = torch.start(), read_model(directory)
+        assert found.max_context_length == config.max_context_length
+        torch.create_model(ModelId("model"), ModelSpec(lora=LoraSpec(rank=2, seed=1)))
+        torch.capture(ModelId("model"), ALL_PARTS).write(tmp_path)
+    modules = {name.rpartition(".lora")[0] for name in load_file(tmp_path / "adapter_model.safetensors")}
+    assert "base_model.model.lm_head" in modules
+    names = name_adapter_modules(family.weights, tied_embeddings=config.tied_embeddings)
+    assert f"base_model.model.{names['unembed']}" in modules
 
 
 def move(model_id, source: BackendDriver, to: BackendDriver):

@@ -50,11 +50,17 @@ def find_directory(base_model: str) -> Path:
     if Path(base_model).expanduser().is_dir():
         return Path(base_model).expanduser()
     try:
-        return Path(
-            snapshot_download(base_model, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"])
-        )
+        patterns = ["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"]
+        return Path(snapshot_download(base_model, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
         raise UserError(f"base_model {base_model!r} is neither a directory nor a model on the hub: {error}") from error
+
+
+def _find_max_length(config: Any) -> int:
+    """Return the context length after the scaling of the rope, or 0 if the config has none."""
+    length, rope = getattr(config, "max_position_embeddings", None) or 0, getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor") or 1.0, rope.get("original_max_position_embeddings") or 0
+    return max(length, int(factor * original)) if rope.get("rope_type") in ("yarn", "llama3") else length
 
 
 class Model:
@@ -81,10 +87,11 @@ class Model:
         # Read its configuration, and find the modules that adapters change.
         self.vocab_size = self._head.out_features
         text_config = self._model.config.get_text_config()
-        self.max_length = int(getattr(text_config, "max_position_embeddings", None) or config.max_context_length)
+        self.max_length = _find_max_length(text_config) or config.max_context_length
         self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        self.targets = tuple(self._find_targets(is_tied=bool(text_config.tie_word_embeddings)))
+        is_tied = self._head.weight is self._model.get_input_embeddings().weight  # the files decide, not the config
+        self.targets = tuple(self._find_targets(is_tied=is_tied))
         has_new_name = "cache" in inspect.signature(self._model.get_decoder().forward).parameters
         self._cache_name = "cache" if has_new_name else "past_key_values"  # before transformers 5.24
         self._adapter: Tensors = {}
