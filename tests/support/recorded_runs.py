@@ -30,6 +30,15 @@ _POSITIONS = itertools.count(1_000_000, 1000)
 FIRST_RL_STEP = 60
 
 
+def make_points(model_id: ModelId, first_step: int = 0, *, position: int = 0, start: float = 0.0) -> list[Point]:
+    """Return what the server recorded of the quickstart, from a step on."""
+    fields = [dict(zip(_POINT, values, strict=True)) for values in RECORDED["points"]]
+    moved = [
+        row | {name: start + row[name] for name in _TIMES} | {"position": position + row["position"]} for row in fields
+    ]
+    return [Point(model_id=model_id, **row) for row in moved if row["step"] >= first_step]
+
+
 def add_run(tx: Session, owner: str, name: str | None) -> ModelId:
     """Add a run without points, whose session has ended."""
     session_id = sessions.create(tx, owner=owner, now=time.time() - 600, display_name=name)
@@ -50,13 +59,9 @@ def add_run(tx: Session, owner: str, name: str | None) -> ModelId:
 
 
 def add_points(tx: Session, model_id: ModelId, owner: str, first_step: int = 0) -> None:
-    """Add what the server recorded of the quickstart, from a step on."""
-    start, position = time.time() - 600, next(_POSITIONS)
-    for values in RECORDED["points"]:
-        fields = dict(zip(_POINT, values, strict=True))
-        if fields["step"] >= first_step:
-            fields |= {name: start + fields[name] for name in _TIMES} | {"position": position + fields["position"]}
-            points.add(tx, Point(model_id=model_id, **fields))
+    """Add the points of `make_points`, and the sums over samples."""
+    for point in make_points(model_id, first_step, position=next(_POSITIONS), start=time.time() - 600):
+        points.add(tx, point)
     for values in RECORDED["sampled"]:
         points.add_sampled(tx, model_id, owner, SampledStep(**dict(zip(_SAMPLED, values, strict=True))))
 

@@ -8,11 +8,11 @@ import math
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl_tx.apps.history.points import Point, SampledStep
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT
+from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 
 Value = float | None
 """A number. None stands for NaN or infinity."""
@@ -194,7 +194,7 @@ def _fold_step(step: int, points: Sequence[Point], before: OptimizerStep | None)
     trained = passes or ([] if updates else forwards)
     tokens, datums = (sum(point.tokens for point in trained), sum(point.datums for point in trained))
     wall_s = max(point.at for point in timed) - min(point.created_at for point in timed)
-    queue_s = _find_longest_wait(timed, 0.0 if before is None else before.at)
+    queue_s = _find_longest_wait(points, {point.kind for point in timed}, 0.0 if before is None else before.at)
     device_s = sum(point.device_s for point in timed)
 
     # Curves
@@ -225,15 +225,16 @@ def _fold_step(step: int, points: Sequence[Point], before: OptimizerStep | None)
     )
 
 
-def _find_longest_wait(points: Iterable[Point], free_at: float) -> float:
-    """Return the longest time that a request waited while no earlier request of the run ran.
+def _find_longest_wait(points: Iterable[Point], kinds: Collection[PointKind], free_at: float) -> float:
+    """Return how long a request of these kinds waited at most while no earlier request of the run ran.
 
     A client may send the optimizer step, and the next pass, before the pass has finished. Their
     wait for the pass is no wait for the device. `free_at` is when the step before was done.
     """
     longest_s = 0.0
     for point in sorted(points, key=lambda point: (point.started_at, point.position)):
-        longest_s = max(longest_s, point.started_at - max(point.created_at, free_at))
+        if point.kind in kinds:
+            longest_s = max(longest_s, point.started_at - max(point.created_at, free_at))
         free_at = max(free_at, point.at)
     return longest_s
 

@@ -12,6 +12,7 @@ from skyrl_tx.apps.history.curves import LOSSES, CurveCache, draw_spark, fold_me
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 from skyrl_tx.contract.ids import ModelId
+from tests.support import recorded_runs
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -89,6 +90,18 @@ def test_a_loss_is_divided_by_the_weights_that_are_known() -> None:
     assert [step.values["loss_sum"] for step in steps] == [16.0, 6.0, 6.0, None]
 
 
+def test_the_curves_of_a_recorded_run_have_the_numbers_of_its_client() -> None:
+    steps = {step.step: step for step in fold_points(recorded_runs.make_points(ModelId("run")))}
+    logged = {
+        step: values["train_nll"] for step, _, values in recorded_runs.RECORDED["logged"] if "train_nll" in values
+    }
+    assert len(logged) == 60
+    for number, nll in logged.items():
+        assert steps[number].values["loss"] == pytest.approx(nll, rel=1e-6)
+    assert all(step.device_s <= step.wall_s for step in steps.values())
+    assert all(step.queue_s < 0.5 * step.device_s + 0.1 for step in steps.values()), "one user waits for no one else"
+
+
 def test_a_run_that_waits_for_its_own_requests_does_not_wait_for_the_device() -> None:
     """Covers a client that sends the pass and the step of the next batch before the results of this one."""
     points = [
@@ -96,8 +109,10 @@ def test_a_run_that_waits_for_its_own_requests_does_not_wait_for_the_device() ->
         point(2, "step", 1, created_at=0.0, started_at=10.0, at=12.0),
         point(3, "train", 1, created_at=1.0, started_at=12.5, at=20.0),
         point(4, "step", 2, created_at=1.0, started_at=25.0, at=26.0),
+        point(5, "forward", 2, created_at=26.0, started_at=28.0, at=40.0),
+        point(6, "train", 2, created_at=27.0, started_at=40.5, at=41.0),
     ]
-    assert [step.queue_s for step in fold_points(points)] == [0.25, 5.0]
+    assert [step.queue_s for step in fold_points(points)] == [0.25, 5.0, 0.5]
 
 
 def test_evaluations_are_curves_of_their_own() -> None:
