@@ -246,10 +246,23 @@ def test_a_wrong_key_is_refused_with_the_reason_and_nothing_of_it_returns(world:
 
 
 @pytest.mark.parametrize(
-    "then", ["https://evil.example/", "//evil.example/", "/\\evil.example", "javascript:alert(1)", "/logout", "x", ""]
+    "then",
+    [
+        "https://evil.example/",
+        "//evil.example/",
+        "/\\evil.example",
+        "javascript:alert(1)",
+        "/logout",
+        "x",
+        "",
+        "//[",
+        "http://[",
+    ],
 )
 def test_a_log_in_leads_to_no_other_site(world: ConsoleWorld, ann_key: str, then: str) -> None:
     with world.browser() as browser:
+        form = browser.client.get("/login", params={"next": then})
+        assert form.status_code == 200 and 'value="/overview"' in form.text
         answer = browser.post("/login", {"key": ann_key, "next": then})
         assert answer.status_code == 303 and answer.headers["location"] == "/overview"
 
@@ -273,6 +286,7 @@ HEADERS = [
     {"Sec-Fetch-Site": "none"},
     {"Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"},
     {"Origin": "null"},
+    {"Origin": "http://["},
     {},
 ]
 

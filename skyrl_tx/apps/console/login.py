@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import jwt
 from sqlmodel import Session
@@ -218,7 +217,8 @@ def check_form(request: Request, sent_token: str, token: str) -> None:
     site = request.headers.get("sec-fetch-site")
     origin = request.headers.get("origin")
     is_own_site = site == "same-origin"
-    is_own_origin = origin is not None and urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+    host = request.headers.get("host", "").lower()
+    is_own_origin = origin is not None and origin.partition("://")[2].lower() == host
     if not (is_own_site if site is not None else is_own_origin) or (origin is not None and not is_own_origin):
         raise ApiError(HTTPStatus.FORBIDDEN, "this form was sent by a page of another site, so it was refused")
     if not hmac.compare_digest(sent_token.encode(), token.encode()):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, urlencode
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
@@ -296,8 +296,8 @@ def _check_own_path(path: str) -> str:
 
     Prevents open redirects.
     """
-    parts = urlsplit(path) if len(path) < 1000 and "\\" not in path and path.isprintable() else None
-    is_own = parts is not None and not parts.scheme and not parts.netloc and path.startswith("/") and path[1:2] != "/"
+    is_plain = len(path) < 1000 and "\\" not in path and path.isprintable()
+    is_own = is_plain and path.startswith("/") and path[1:2] != "/"
     return path if is_own and not path.startswith(("/login", "/logout")) else "/overview"
 
 
