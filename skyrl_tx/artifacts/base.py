@@ -4,6 +4,7 @@ The engine, the API process and the commands use only this interface.
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
@@ -151,6 +152,10 @@ class ArtifactStore(ABC):
 
         While the trash takes more than `max_bytes`, the oldest artifacts are removed earlier.
         """
+
+    def get_spare_bytes(self) -> float:
+        """Return the free space beyond the minimum that stays free. Infinite in an object store."""
+        return math.inf
 
     @abstractmethod
     def read_identity(self) -> Identity | None:

@@ -118,7 +118,7 @@ def check_free_space(folder: Path, reserved: int) -> None:
     if free < reserved:
         raise CapacityError(
             f"the server's disk has {free / 2**20:,.0f} MiB left, but {reserved / 2**20:,.0f} MiB must stay free: "
-            "delete checkpoints, or ask the operator for more space"
+            "delete checkpoints and try again in a few minutes, or ask the operator for more space"
         )
 
 

@@ -167,14 +167,17 @@ class LocalArtifacts(ArtifactStore):
             for artifact_id in trash if may_remove else ():
                 path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
                 is_old = time.time() - _get_modification_time(path) >= retention_s
-                free = shutil.disk_usage(self._root).free - self._min_free_bytes
-                if not is_old and total <= min(max_bytes, max(free, 0)):
+                if not is_old and total <= min(max_bytes, self.get_spare_bytes()):
                     break
                 _log.info("removed %s from the trash", _describe_artifact(path))
                 self._remove(path)
                 del sizes[artifact_id]
                 removed.append(artifact_id)
         return removed
+
+    @override
+    def get_spare_bytes(self) -> float:
+        return max(shutil.disk_usage(self._root).free - self._min_free_bytes, 0)
 
     @override
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:

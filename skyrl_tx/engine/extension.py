@@ -1,5 +1,6 @@
 """Interfaces of optional features in the engine process: result observers and retention."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -94,6 +95,8 @@ class RetentionClock:
 
     It is infinite after an outage of the API, until clients have had time to return.
     """
+    spare_bytes: float = math.inf
+    """Free space on the disk of the artifacts, see `ArtifactStore.get_spare_bytes`."""
 
     def compute_cutoff(self, retention_s: float) -> float:
         """Return the age limit as a time, for a retention that clients can renew.

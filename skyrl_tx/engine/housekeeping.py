@@ -265,7 +265,12 @@ class Housekeeping:
         return limit_s if self.api_uptime.get_continuous_s() >= min(limit_s, enough_s) else math.inf
 
     def _make_clock(self, now: float) -> RetentionClock:
-        return RetentionClock(now=now, settings=self.context.settings, extend=self._extend_timeout_s)
+        return RetentionClock(
+            now=now,
+            settings=self.context.settings,
+            extend=self._extend_timeout_s,
+            spare_bytes=self.artifacts.get_spare_bytes(),
+        )
 
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""

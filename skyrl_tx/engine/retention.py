@@ -22,7 +22,7 @@ from skyrl_tx.store import (
 def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:
     for path in checkpoints.expire(tx, clock.now):
         audit.record(tx, "checkpoint_delete", audit.SERVER, clock.now, path=path, reason="expired")
-    checkpoints.purge(tx, clock.now - clock.settings.deletion_undo_s)
+    checkpoints.purge(tx, clock.now - clock.settings.deletion_undo_s, max_bytes=clock.spare_bytes)
 
 
 def _release_samplers(tx: Session, clock: RetentionClock) -> None:

@@ -1,10 +1,11 @@
 """Checkpoints, which are names for saved weights, and references to artifacts."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from zlib import crc32
 
-from sqlalchemy import BigInteger, bindparam, cast, func, literal_column, or_
+from sqlalchemy import BigInteger, bindparam, cast, func, literal_column, or_, true
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -76,13 +77,37 @@ _DELETED = select(CheckpointRow).where(col(CheckpointRow.deleted_at) <= bindpara
 _EXPIRED = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= bindparam("before"))
 
 
-def purge(tx: Session, before: float) -> list[CheckpointPath]:
-    """Remove the checkpoints that were deleted before a time, and return their paths."""
+def purge(tx: Session, before: float, max_bytes: float = math.inf) -> list[CheckpointPath]:
+    """Remove the checkpoints that were deleted before a time, and return their paths.
+
+    While deleted checkpoints take more than `max_bytes`, the oldest deletions are removed earlier.
+    """
     deleted = list(tx.exec(_DELETED, params={"before": before}))
     for row in deleted:
         tx.delete(row)
     tx.flush()
-    return [row.path for row in deleted]
+    num_bytes = execute(tx, select(sum_bytes()).where(col(CheckpointRow.deleted_at).is_not(None))).scalar_one()
+    return [row.path for row in deleted] + purge_oldest(tx, num_bytes - max_bytes)
+
+
+def purge_oldest(tx: Session, num_bytes: float, condition: ColumnElement[bool] | None = None) -> list[CheckpointPath]:
+    """Remove deleted checkpoints of `num_bytes` or more, the oldest deletions first.
+
+    `condition` selects sessions. Returns the paths of the removed checkpoints.
+    """
+    purged: list[CheckpointPath] = []
+    deleted = select(CheckpointRow).join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
+    deleted = deleted.join(SessionRow).where(
+        col(CheckpointRow.deleted_at).is_not(None), true() if condition is None else condition
+    )
+    for row in tx.exec(deleted.order_by(col(CheckpointRow.deleted_at))) if num_bytes > 0 else ():
+        if num_bytes <= 0:
+            break
+        num_bytes -= row.size_bytes
+        purged.append(row.path)
+        tx.delete(row)
+    tx.flush()
+    return purged
 
 
 def delete(tx: Session, path: CheckpointPath) -> bool:
@@ -140,8 +165,12 @@ def sum_bytes() -> ColumnElement[int]:
 
 def is_visible(now: float) -> ColumnElement[bool]:
     """Return the condition that a checkpoint is neither expired nor deleted."""
-    is_unexpired = or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
-    return is_unexpired & col(CheckpointRow.deleted_at).is_(None)
+    return is_unexpired(now) & col(CheckpointRow.deleted_at).is_(None)
+
+
+def is_unexpired(now: float) -> ColumnElement[bool]:
+    """Return the condition that a checkpoint has not expired. It may be deleted."""
+    return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import DrawnTokens
-from skyrl_tx.store.checkpoints import is_visible, sum_bytes
+from skyrl_tx.store import checkpoints
+from skyrl_tx.store.checkpoints import is_unexpired, sum_bytes
 from skyrl_tx.store.database import Store, execute
 from skyrl_tx.store.pauses import Pause, belongs_to_subject
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
@@ -121,12 +122,14 @@ class QuotaAdmission(Admission):
         match queued.request:
             case CreateModel() | LoadWeights(create=True) if self._rules.has_limit("models_in_training"):
                 self._wait_for_commits()  # so that models are counted which were created or unloaded just now
-                return self._decide(lambda tx: find_model_refusal(tx, self._rules, queued.session_id))
+                reason = self._store.read(lambda tx: find_model_refusal(tx, self._rules, queued.session_id))
+                return START if reason is None else Fail(reason)
             case SaveWeights(name=str()) if self._rules.has_limit("checkpoint_bytes"):
                 now = self._clock()
-                return self._decide(
-                    lambda tx: find_checkpoint_refusal(tx, self._rules, queued.session_id, now, is_stored=False)
+                reason = self._store.write(
+                    lambda tx: make_room_for_checkpoint(tx, self._rules, queued.session_id, now, is_stored=False)
                 )
+                return START if reason is None else Fail(reason)
             case _:
                 limit = _get_day_limit(queued)
                 return self._check_tokens(queued, limit) if limit and self._rules.has_limit(limit) else START
@@ -164,10 +167,6 @@ class QuotaAdmission(Admission):
             for quota in quotas_in_use
             if quota is not None and self._is_used_up(quota)
         ][:_MAX_PAUSES]
-
-    def _decide(self, find_refusal: Callable[[Session], str | None]) -> Decision:
-        reason = self._store.read(find_refusal)
-        return START if reason is None else Fail(reason)
 
     def _check_tokens(self, queued: QueuedRequest, limit: Limit) -> Decision:
         """Decide by the daily tokens.
@@ -290,17 +289,20 @@ def find_model_refusal(tx: Session, rules: Rules, session_id: SessionId) -> str 
     return None
 
 
-def find_checkpoint_refusal(
+def make_room_for_checkpoint(
     tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool
 ) -> str | None:
     """Return why a session may not store another checkpoint, or None if it may.
 
+    Deleted checkpoints count for the quota. They are removed early if it would be exceeded.
     `is_stored` means that the checkpoint is stored already, so that its size is included.
     """
-    account = find_account(tx, session_id)
+    account, min_room = find_account(tx, session_id), 0 if is_stored else 1
     for quota in () if account is None else rules.list_account_quotas("checkpoint_bytes", account):
+        excess = count_checkpoint_bytes(tx, quota.subject, now) + min_room - quota.value
+        checkpoints.purge_oldest(tx, excess, belongs_to_subject(*quota.subject))
         used = count_checkpoint_bytes(tx, quota.subject, now)
-        if used > quota.value or (used == quota.value and not is_stored):
+        if used + min_room > quota.value:
             return (
                 f"checkpoint_bytes: the checkpoints of {quota.subject.label} take {used:,} bytes"
                 f"{' with this one' if is_stored else ''}, and the quota is {quota.value:,}: delete some, for example "
@@ -311,7 +313,7 @@ def find_checkpoint_refusal(
 
 def check_checkpoint(tx: Session, session_id: SessionId, now: float) -> None:
     """Raise UserError if a checkpoint of a session that was just stored exceeds a quota."""
-    reason = find_checkpoint_refusal(tx, quotas.read_rules(tx), session_id, now, is_stored=True)
+    reason = make_room_for_checkpoint(tx, quotas.read_rules(tx), session_id, now, is_stored=True)
     if reason is not None:
         raise UserError(reason)
 
@@ -338,13 +340,13 @@ def list_models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId
 
 
 def count_checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
-    """Return the total size of a subject's checkpoints, as in the storage report."""
+    """Return the total size of a subject's checkpoints, including deleted ones."""
     statement = (
         select(sum_bytes())
         .select_from(CheckpointRow)
         .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
         .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(is_visible(now), belongs_to_subject(subject.kind, subject.name))
+        .where(is_unexpired(now), belongs_to_subject(subject.kind, subject.name))
     )
     return execute(tx, statement).scalar_one()
 

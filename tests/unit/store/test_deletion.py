@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from sqlmodel import Session
+from sqlmodel import Session, select
 
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.store import checkpoints, futures, models
@@ -104,6 +104,15 @@ def test_purge_removes_what_was_deleted_long_enough_ago(store: Store, run: Model
     assert store.write(lambda tx: checkpoints.purge(tx, 10.0)) == [path("a")]
     assert not store.write(lambda tx: checkpoints.undelete(tx, path("a"))) and visible(store) == {"b"}
     assert "art-a" not in (store.read(checkpoints.find_referenced_artifacts) or ())
+
+
+def test_purge_removes_the_oldest_deletions_early_when_space_is_short(store: Store, run: ModelId) -> None:
+    for name, at in (("b", 10.0), ("a", 11.0)):
+        store.write(lambda tx, name=name, at=at: checkpoints.mark_deleted(tx, path(name), at))
+    sizes = store.read(lambda tx: dict(tx.exec(select(CheckpointRow.name, CheckpointRow.size_bytes)).all()))
+    assert store.write(lambda tx: checkpoints.purge(tx, 0.0, max_bytes=sum(sizes.values()))) == []
+    assert store.write(lambda tx: checkpoints.purge(tx, 0.0, max_bytes=sizes["a"])) == [path("b")]
+    assert store.write(lambda tx: checkpoints.purge(tx, 0.0, max_bytes=0)) == [path("a")]
 
 
 def test_name_of_a_deleted_checkpoint_is_free(store: Store, run: ModelId) -> None:

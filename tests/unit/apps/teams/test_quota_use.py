@@ -1,9 +1,13 @@
 """Quota use: training and sample tokens per day, models in training, checkpoint bytes."""
 
+from functools import partial
+
 import pytest
+from sqlmodel import select
 
 from skyrl_tx.apps.teams import admission, quotas, usage
-from skyrl_tx.apps.teams.quotas import Account, Subject
+from skyrl_tx.apps.teams.admission import make_room_for_checkpoint
+from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId
 from skyrl_tx.store import audit, checkpoints, models, sessions
@@ -103,12 +107,34 @@ def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId
     model_id = add_model(store, team["keyed"], "0")
     add_checkpoint(store, model_id, "a", 100)
     add_checkpoint(store, model_id, "gone", 1000, expires_at=NOON - 1)
-    add_checkpoint(store, model_id, "deleted", 1000, deleted_at=NOON - 1)
+    add_checkpoint(store, model_id, "deleted", 20, deleted_at=NOON - 1)
     add_checkpoint(store, add_model(store, team["bob"], "0"), "b", 7)
     sizes = [
         store.read(lambda tx, s=subject: admission.count_checkpoint_bytes(tx, s, NOON)) for subject in (ANN, KEY, MATH)
     ]
-    assert sizes == [100, 100, 107]
+    assert sizes == [120, 120, 127]
+
+
+def test_deleted_checkpoints_are_removed_early_when_a_quota_has_no_room(
+    store: Store, team: dict[str, SessionId]
+) -> None:
+    model_id, of_bob = add_model(store, team["keyed"], "0"), add_model(store, team["bob"], "0")
+    add_checkpoint(store, model_id, "kept", 50)
+    for name, deleted_at in (("older", NOON - 9), ("newer", NOON - 8)):
+        add_checkpoint(store, model_id, name, 20, deleted_at=deleted_at)
+    add_checkpoint(store, of_bob, "other", 20, deleted_at=NOON - 10)
+
+    def find_refusal(value: int) -> str | None:
+        rules = Rules({("owner", "checkpoint_bytes"): {"ann": Quota(ANN, "checkpoint_bytes", value)}})
+        work = partial(make_room_for_checkpoint, rules=rules, session_id=team["keyed"], now=NOON, is_stored=False)
+        return store.write(work)
+
+    def list_names() -> set[str]:
+        return set(store.read(lambda tx: tx.exec(select(CheckpointRow.name)).all()))
+
+    assert find_refusal(91) is None and list_names() == {"kept", "older", "newer", "other"}
+    assert find_refusal(90) is None and list_names() == {"kept", "newer", "other"}
+    assert "take 50 bytes, and the quota is 50" in (find_refusal(50) or "") and list_names() == {"kept", "other"}
 
 
 def test_an_owner_sees_its_own_quotas_and_those_of_its_keys_and_projects(
