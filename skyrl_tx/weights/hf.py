@@ -52,6 +52,8 @@ MTP_LAYERS_KEY = "num_nextn_predict_layers"
 _ROWS = 8192
 """The rows of two tensors that are compared at a time."""
 
+_LFS_POINTER = b"version https://git-lfs"
+
 FP8 = "F8_E4M3"
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -364,8 +366,12 @@ def locate_tensors(directory: Path) -> Mapping[str, Path]:
     files: dict[str, Path] = {}
     for path in (directory / name for name in names):
         if not path.is_file():
-            where = f"{directory / INDEX_FILE}: names {path.name!r}, which is not there"
-            raise CheckpointError(where if index else f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            if not index:
+                raise CheckpointError(
+                    f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other file is read"
+                )
+            raise CheckpointError(f"{directory / INDEX_FILE}: names {path.name!r}, which is not there")
+
         with open_file(path) as file:
             for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
                 if tensor in files:
@@ -411,6 +417,9 @@ def read_index(directory: Path) -> Mapping[str, str]:
 def open_file(path: Path) -> TensorFile:
     """Open a file of a checkpoint. Raises CheckpointError if it is not a safetensors file."""
     try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise CheckpointError(f"{path}: is a pointer of Git LFS, not the file itself; run `git lfs pull`")
         return TensorFile(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -221,6 +221,9 @@ def test_faulty_files_are_named(directory):
     (directory / "model.safetensors").write_bytes(b"no tensors here")
     with pytest.raises(hf.CheckpointError, match=r"model\.safetensors"):
         load(directory)
+    (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(hf.CheckpointError, match=r"model\.safetensors: is a pointer of Git LFS.* run `git lfs pull`"):
+        load(directory)
     (directory / "model.safetensors").unlink()
     with pytest.raises(hf.CheckpointError, match="holds neither"):
         load(directory)
