@@ -155,7 +155,8 @@ class _MonitoredProxy:
         except (RequestError, BackendLost):
             raise
         except Exception as error:
-            self._check_devices_after(error)
+            if call.name != "start":  # a backend that has not started has no devices to check
+                self._check_devices_after(error)
             raise
         finally:
             activity.call_seconds[call.name] += time.monotonic() - call.started_at

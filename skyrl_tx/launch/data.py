@@ -1,9 +1,13 @@
 """Open the data of a server, and check that the server may use it."""
 
 import logging
+import os
+import shutil
 import time
+from pathlib import Path
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_artifacts
+from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.setup import CannotServe
@@ -13,8 +17,41 @@ from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 
+_MODEL_SUFFIXES = frozenset({".json", ".jinja", ".safetensors"})
 _RELEASE_S = 3.0
 """Seconds after which a killed engine no longer counts as running."""
+
+
+def check_model_files(settings: ServerSettings) -> None:
+    """Raise CannotServe if the base model or the tokenizer is a path without readable files.
+
+    Otherwise only the engine would find out, after it has loaded its libraries.
+    """
+    for flag, model in ("--base-model", settings.base_model), ("--tokenizer-id", settings.tokenizer_id or ""):
+        path = Path(model).expanduser()
+        try:
+            if model.startswith((".", "/", "~")) and not path.exists():
+                raise CannotServe(f"{flag} {model}: no such directory")
+            for file in sorted(path.iterdir()) if path.is_dir() else ():
+                if file.suffix in _MODEL_SUFFIXES and file.is_file():
+                    file.open("rb").close()
+        except OSError as error:
+            raise CannotServe(f"{flag} {explain_os_error(error)}") from error
+
+
+def warn_if_disk_is_full(settings: ServerSettings) -> None:
+    """Log a warning if the disk of the data directory has too little space for new weights."""
+    data_dir, needed = settings.data_dir, settings.make_engine_settings().min_free_disk_bytes
+    existing = next((path for path in (data_dir, *data_dir.parents) if os.access(path, os.F_OK)), Path("/"))
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        _log.warning(
+            "only %s are free on the disk of %s: saving weights fails until there are %s; delete checkpoints, or "
+            "enlarge the disk",
+            format_bytes(free),
+            data_dir,
+            format_bytes(needed),
+        )
 
 
 def open_database(settings: ServerSettings) -> Store:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skyrl_tx.artifacts import ArtifactsUnreachable
 from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.signals import EXIT_STATUS
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 
@@ -85,7 +86,7 @@ class EngineEnd:
 
         Logs unexpected errors with their traceback.
         """
-        message = " ".join(str(error).split())
+        message = explain_os_error(error) if isinstance(error, OSError) else " ".join(str(error).split())
         if isinstance(error, _EXPECTED_ERRORS) and message:
             _log.debug("the engine failed", exc_info=error)
         else:

@@ -28,10 +28,12 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch.command import App, load_server_extensions
 from skyrl_tx.launch.data import (
     abandon_models,
+    check_model_files,
     open_api_database,
     open_database,
     record_artifacts_location,
     refuse_second_engine,
+    warn_if_disk_is_full,
 )
 from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.launch.engine_process import (
@@ -70,8 +72,10 @@ _FULL_COLLECTION_AFTER = 1_000
 
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the API and the engines until a signal. Raises CannotServe."""
-    # Check the settings.
+    # Check the settings and the files of the model, unless the engines run on other machines.
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    if not settings.has_remote_engines:
+        check_model_files(settings)
     launch = make_engine_launch(settings, apps)
     if launch.hosts.rank > 0:
         raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
@@ -85,6 +89,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
         if settings.engines == 1 or settings.fresh:
             refuse_second_engine(store)
         record_artifacts_location(settings)
+        warn_if_disk_is_full(settings)
         if settings.fresh:
             abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
@@ -142,6 +147,8 @@ def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
         return 0
 
     # Otherwise the engine runs in this process.
+    check_model_files(settings)
+    warn_if_disk_is_full(settings)
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
 

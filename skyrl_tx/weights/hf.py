@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.weights.nesting import find_nesting
 from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
@@ -174,7 +175,9 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(explain_os_error(error)) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")

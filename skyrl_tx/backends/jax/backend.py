@@ -174,8 +174,7 @@ class JaxBackend(AbstractBackend):
 
         Returns the settings with the defaults of the mesh's platform.
         """
-        config = self._config
-        configure_jax(config)
+        config = configure_jax(self._config)
         self._compilation = get_compilation_monitor()
         layout = mesh.make_layout(config.mesh)
         if (warning := mesh.describe_unused_devices(jax.devices(), config.mesh)) is not None:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.signals import ServiceThread
 
 Key = TypeVar("Key", bound=Hashable)
@@ -321,15 +323,30 @@ def set_cpu_options(environment: MutableMapping[str, str]) -> None:
         environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_CPU_OPTIONS}".strip()
 
 
-def configure_jax(config: JaxConfig) -> None:
-    """Configure JAX in this process: XLA options, precision of products, compilation cache."""
+def configure_jax(config: JaxConfig) -> JaxConfig:
+    """Configure JAX in this process: XLA options, precision of products, compilation cache.
+
+    Returns the settings. They have no cache if its directory cannot be written.
+    """
     set_cpu_options(os.environ)
     jax.config.update("jax_default_matmul_precision", "highest")
-    if config.compile_cache_dir is not None:
-        config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        # Also cache programs that compile quickly, because there are many of them.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    directory = config.compile_cache_dir
+    if directory is None:
+        return config
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        advice = "all programs are compiled again at each start; set --backend-config.compile-cache-dir"
+        log.warning("no compile cache: %s; %s", explain_os_error(error, directory), advice)
+        return config.model_copy(update={"compile_cache_dir": None})
+
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # Also cache programs that compile quickly, because there are many of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return config
 
 
 def disable_compilation_cache() -> None:

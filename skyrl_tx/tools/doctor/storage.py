@@ -125,7 +125,7 @@ def _check_space(directory: Path, min_free_bytes: int) -> Iterator[Finding]:
     stats = os.statvfs(directory)
     free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     message = f"{format_bytes(free)} of {format_bytes(total)} are free"
-    advice = "delete checkpoints, lower --trash-retention-s, or enlarge the disk"
+    advice = "delete checkpoints, or enlarge the disk"
     if free < min_free_bytes:
         yield error("disk", f"{message}; saving weights fails below {format_bytes(min_free_bytes)}", advice)
     elif free < min_free_bytes + _LITTLE_BYTES:

@@ -1,16 +1,20 @@
 """Activities of the engine loop are published and have time limits."""
 
+import errno
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine import activity as activity_module
 from skyrl_tx.engine import metrics
 from skyrl_tx.engine.activity import LoopActivity, Watchdog, monitor_backend
+from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, forward_backward
 from tests.support.polling import until
 
@@ -158,3 +162,17 @@ def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
     assert reasons[0].startswith(f"forward_backward ({model_id}) has taken longer")
     assert harness.api.read(engine_state.get).detail == ""
     harness.close()
+
+
+def test_an_error_while_the_backend_starts_is_not_taken_for_a_lost_device(activity) -> None:
+    class CannotStart(FakeBackend):
+        def start(self) -> Capabilities:
+            raise PermissionError(errno.EACCES, "Permission denied", "/models/config.json")
+
+        def check_devices(self) -> None:
+            raise AttributeError("'CannotStart' object has no attribute '_params'")
+
+    with pytest.raises(PermissionError) as raised:
+        monitor_backend(CannotStart("fake", FakeConfig()), activity).start()
+    end = EngineEnd.from_error(raised.value)
+    assert end.is_final and not end.is_crash and end.message.startswith("/models/config.json: ")
