@@ -19,7 +19,8 @@ from skyrl_tx.contract.results import TopK
 from skyrl_tx.store import futures
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.futures import CLONE_STRIDE
-from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PartialRow, RequestRow
+from skyrl_tx.store.sessions import CHAT_SESSIONS
+from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PartialRow, RequestRow, SessionRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,27 @@ def cancel(
         return "over"
     execute(tx, _NEW_CANCELLATION, {"name": request_id})
     return "cancelled"
+
+
+_OPEN_CALLS = select(col(RequestRow.request_id)).where(
+    col(RequestRow.status) == "open",
+    col(RequestRow.session_id).in_(
+        select(col(SessionRow.session_id)).where(col(SessionRow.display_name).in_(CHAT_SESSIONS))
+    ),
+)
+
+
+def cancel_unread_calls(tx: Session, failure: bytes, now: float) -> int:
+    """Cancel all open calls of the chat endpoints, and return their number.
+
+    The API process that submitted them has ended, so nobody can read the results.
+    """
+    request_ids = [RequestId(request_id) for (request_id,) in execute(tx, _OPEN_CALLS)]
+    for request_id in request_ids:
+        cancel(tx, request_id, None, failure, now)
+        delete_partials(tx, request_id)
+    futures.mark_fetched(tx, request_ids, now)
+    return len(request_ids)
 
 
 _CANCELLED_SINCE = (

@@ -244,6 +244,11 @@ class Store:
         with self._explain_errors():
             return self._notifier.is_peer_running()
 
+    def is_alone(self) -> bool:
+        """Return whether no other process with this process's role has this database open."""
+        with self._explain_errors():
+            return self._notifier.is_alone()
+
     def close(self) -> None:
         """Finish queued writes, then release all resources."""
         if self._is_closed:

@@ -69,6 +69,10 @@ class Notifier(ABC):
     def is_peer_running(self) -> bool:
         """Return whether a process with the peer's role has the database open."""
 
+    def is_alone(self) -> bool:
+        """Return whether no other process with this process's role has the database open."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Release sockets and connections."""

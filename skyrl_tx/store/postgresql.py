@@ -83,6 +83,7 @@ WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_datab
       AND classid = %s AND objid = %s AND objsubid = 2
 LIMIT 1
 """
+_HOLDERS = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1).replace("LIMIT 1", ""))
 _HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
 _END_SILENT_WRITER = """
 SELECT pg_terminate_backend(pid), application_name FROM pg_locks JOIN pg_stat_activity USING (pid)
@@ -425,6 +426,11 @@ class _PostgresqlNotifier(Notifier):
         with self._reader.connect() as connection:
             parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
             return connection.execute(_HAS_HOLDER, parameters).first() is not None
+
+    def is_alone(self) -> bool:
+        with self._reader.connect() as connection:
+            parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[self._role]}
+            return len(connection.execute(_HOLDERS, parameters).all()) <= 1
 
     def close(self) -> None:
         if self._connection is not None:

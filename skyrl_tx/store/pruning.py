@@ -14,7 +14,7 @@ from sqlmodel import Session, col
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import get_high_water_mark, get_sequence_scope
-from skyrl_tx.store.sessions import SERVER_SESSIONS
+from skyrl_tx.store.sessions import CHAT_SESSIONS, SERVER_SESSIONS
 from skyrl_tx.store.tables import (
     CheckpointRow,
     CustomLossRow,
@@ -40,8 +40,14 @@ _EFFECT = col(RequestRow.effect_order)
 _COVERED = (
     select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
 ).scalar_subquery()
-_IS_ABANDONED = col(RequestRow.fetched_at).is_(None) & col(RequestRow.session_id).in_(
-    select(col(SessionRow.session_id)).where(col(SessionRow.finished_at) < bindparam("before"))
+_IS_ABANDONED = col(RequestRow.fetched_at).is_(None) & or_(
+    col(RequestRow.session_id).in_(
+        select(col(SessionRow.session_id)).where(col(SessionRow.finished_at) < bindparam("before"))
+    ),
+    (col(RequestRow.completed_at) < bindparam("before"))
+    & col(RequestRow.session_id).in_(
+        select(col(SessionRow.session_id)).where(col(SessionRow.display_name).in_(CHAT_SESSIONS))
+    ),
 )
 _PRUNABLE = (
     select(col(RequestRow.position))
@@ -71,8 +77,9 @@ _PRUNE = (
 def prune_results(tx: Session, now: float, *, retention_s: float, limit: int = MAX_ROWS) -> int:
     """Turn completed requests into tombstones, and return the number of new tombstones.
 
-    This happens `retention_s` after the result was fetched, or after the session finished if the
-    result was never fetched. Requests that a recovery would replay are kept.
+    This happens `retention_s` after the result was fetched. If it was never fetched, it happens
+    `retention_s` after the session finished, or after a call of a chat endpoint was completed,
+    because the API process that submitted the call has ended. Requests that a recovery would replay are kept.
     """
     return execute(tx, _PRUNE, {"before": now - retention_s, "now": now, "limit": limit}).rowcount
 

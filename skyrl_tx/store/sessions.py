@@ -20,6 +20,8 @@ SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC, PLAYGROUND)
 
 There is one such session for each owner and name.
 """
+CHAT_SESSIONS = (OPENAI, ANTHROPIC, PLAYGROUND)
+"""Server sessions whose results only the API process that submitted the request can read."""
 _WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)
     .distinct()

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import futures, sessions
 from skyrl_tx.store.database import Store
 from tests.support.live_api import Server, live_api
 from tests.support.scripted_engine import scripted_engine
@@ -71,3 +72,15 @@ def test_a_server_without_optional_features_does_not_know_their_paths(
 ) -> None:
     response = plain_server.client.get(path)
     assert (response.status_code, response.json()) == (404, {"detail": detail})
+
+
+def test_chat_calls_of_a_killed_process_are_cancelled_at_the_next_start(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake")
+    with live_api(settings) as server:
+        chat = server.store.write(lambda tx: sessions.create(tx, owner="local", display_name=sessions.OPENAI, now=1.0))
+        new = futures.NewRequest(key="chat/1", kind="sample", owner="local", session_id=chat, body=b"body")
+        called = server.store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
+    with live_api(settings) as server:
+        server.store.write(lambda tx: None)  # the cancellation was written before
+        state = server.store.read(lambda tx: futures.get_state(tx, called, "local"))
+        assert state.status == "failed" and state.result is not None and b"cancelled" in state.result

@@ -35,7 +35,7 @@ from skyrl_tx.store.database import Store
 _PAGE_SIZE = 1000
 _POLL_INTERVAL_S = 20.0
 """A generation reads the database at least this often, in case a notification was lost."""
-_CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
+CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
 _RETRY_HEADERS = {"Retry-After": "5"}
 
 
@@ -306,7 +306,7 @@ class Generation:
         if self._is_over:
             return
         self._is_over = True
-        failure, store, owner = codec.encode(_CANCELLED), self._context.store, self._caller.owner
+        failure, store, owner = codec.encode(CANCELLED), self._context.store, self._caller.owner
 
         def cancel(tx: Session) -> None:
             completions.cancel(tx, self.request_id, owner, failure, time.time())

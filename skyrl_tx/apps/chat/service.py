@@ -6,10 +6,12 @@ Callers use `ChatService.start` with a `ChatRequest`, and then read `Generation.
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -19,10 +21,10 @@ import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from msgspec import UNSET
 
-from skyrl_tx.apps.chat.generation import Generation, PartialStreams
+from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
 from skyrl_tx.apps.chat.models import Weights
 from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
-from skyrl_tx.contract import requests
+from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -33,9 +35,10 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
-from skyrl_tx.store import engine_state, futures, sessions
+from skyrl_tx.store import completions, engine_state, futures, sessions
 from skyrl_tx.store.database import Store
 
+_log = logging.getLogger(__name__)
 _RETRY_HEADERS = {"Retry-After": "5"}
 _MAX_LIMITS_AGE_S = 2.0
 _MAX_TOTAL = 4096
@@ -140,6 +143,21 @@ class ChatService:
         self.engine_limits = EngineLimits(context.store)
         self.streams = PartialStreams(context.store, settings.max_streams)
         context.results.add_reader(self.streams.read)
+        self._cancel_unread_calls()
+
+    def _cancel_unread_calls(self) -> None:
+        """Cancel the calls of an API process that was killed. No other process can read them."""
+        store, failure = self.context.store, codec.encode(CANCELLED)
+
+        def report(written: Future[int]) -> None:
+            if (error := written.exception()) is not None:
+                _log.warning("cannot cancel the calls of an API process that has ended: %s", error)
+            elif num_cancelled := written.result():
+                _log.info("cancelled %d calls of an API process that has ended", num_cancelled)
+
+        if store.is_alone():
+            written = store.write_soon(lambda tx: completions.cancel_unread_calls(tx, failure, time.time()))
+            written.add_done_callback(report)
 
     @property
     def limits(self) -> Limits:

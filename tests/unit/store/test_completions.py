@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import completions, futures
+from skyrl_tx.store import completions, futures, sessions
 from skyrl_tx.store.completions import SampleCompletion
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import CLONE_STRIDE, NewRequest
 
 SAMPLING = SamplingSessionId("s:sample:0")
+OpenStore = Callable[..., Store]
 Submit = Callable[..., RequestId]
 
 
@@ -98,3 +99,26 @@ def test_only_open_samples_of_the_owner_are_cancelled(store: Store, submit: Subm
     assert cancel(store, foreign) == "cancelled"
     assert cancel(store, foreign) == "over"
     assert store.read(lambda tx: futures.get_state(tx, answered, "ann")).result == b"result"
+
+
+def test_open_calls_of_chat_endpoints_are_cancelled(store: Store, submit: Submit) -> None:
+    kept = submit(1)
+    chat = store.write(lambda tx: sessions.create(tx, owner="bob", display_name=sessions.OPENAI, now=1.0))
+    new = NewRequest(
+        key="chat/1", kind="sample", owner="bob", session_id=chat, body=b"body", sampling_session_id=SAMPLING
+    )
+    called = store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
+    assert store.write(lambda tx: completions.cancel_unread_calls(tx, b"over", 2.0)) == 1
+    assert store.write(lambda tx: completions.cancel_unread_calls(tx, b"over", 3.0)) == 0
+    assert store.read(lambda tx: futures.get_state(tx, called, "bob")).result == b"over"
+    assert [request_id for _, request_id in store.read(lambda tx: completions.list_cancelled(tx, 0))] == [called]
+    assert store.read(lambda tx: futures.get_state(tx, kept, "ann")).status == "open"
+
+
+def test_a_process_knows_whether_it_is_alone(store: Store, open_store: OpenStore, database_url: str | None) -> None:
+    assert store.is_alone()
+    if database_url is not None:  # SQLite allows one API process
+        second = open_store()
+        assert not store.is_alone() and not second.is_alone()
+        second.close()
+        assert store.is_alone()

@@ -323,3 +323,17 @@ class TestRunsAndSessions:
         assert self.delete(store) == (1, 0)
         assert prune(store, 1e6) == 1
         assert self.delete(store) == (0, 1)
+
+
+@pytest.mark.parametrize("name", sessions.CHAT_SESSIONS)
+def test_results_that_only_an_ended_api_process_could_read_are_pruned(store: Store, new: NewRequest, name: str) -> None:
+    chat = store.write(lambda tx: sessions.create(tx, owner="ann", display_name=name, now=1.0))
+    direct = store.write(lambda tx: sessions.create(tx, owner="ann", display_name=sessions.DIRECT, now=1.0))
+    called = submit(store, to_sampler(chat, 1)).request_id
+    for request in (called, submit(store, to_sampler(direct, 3)).request_id):
+        store.write(
+            lambda tx, request=request: futures.complete(tx, request, b"r", failed=False, effect_order=None, now=5.0)
+        )
+    assert store.write(lambda tx: pruning.prune_results(tx, 14.0, retention_s=10.0)) == 0
+    assert store.write(lambda tx: pruning.prune_results(tx, 16.0, retention_s=10.0)) == 1
+    assert store.read(lambda tx: futures.get_state(tx, called, "ann")).status == "pruned"
