@@ -246,9 +246,9 @@ def _make_supervisor(
 
 
 def _describe_contents(tx: Session) -> str:
-    """Describe what the database holds, for example "with 2 runs and 10 checkpoints"."""
+    """Describe what the database holds, for example "runs: 2, checkpoints: 10"."""
     num_runs, (num_checkpoints, _) = models.count(tx), checkpoints.count(tx, time.time())
-    return f"with {num_runs:,} runs and {num_checkpoints:,} checkpoints" if num_runs + num_checkpoints else "empty"
+    return f"runs: {num_runs:,}, checkpoints: {num_checkpoints:,}" if num_runs + num_checkpoints else "empty"
 
 
 def _log_ready(

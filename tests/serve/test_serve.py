@@ -159,7 +159,7 @@ def test_run_continues_bit_equal_after_an_engine_kill(common_server: SharedServe
     server.wait_for(ENGINE_STARTED, times=2)
     assert losses == calm_losses
     assert server.log.count("connect with") == 1 and f"console: {server.url}/overview\n" in server.log
-    assert re.search(r"data: \S+, (empty|with [\d,]+ runs and [\d,]+ checkpoints)\n", server.log)
+    assert re.search(r"data: \S+, (empty|runs: [\d,]+, checkpoints: [\d,]+)\n", server.log)
 
 
 def test_engine_exits_with_its_parent(server: LiveServer) -> None:

@@ -30,15 +30,13 @@ def find_owner(visit: Visit, line: RunLine) -> str | None:
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return the values for the tab's template.
 
-    `?step=` chooses the step, by default the newest that a pass trained on, not an evaluation.
+    `?step=` chooses the step, see `choose_step` for the default.
     """
     # The weights after n - 1 optimizer steps make the samples that step n trains on
     owner = find_owner(visit, line)
     kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
     steps = [(number + 1, count) for number, count in kept if number is not None]
-    trained = visit.read(lambda tx: kept_samples.find_trained_step(tx, line.model_id, owner))
-    newest = steps[0][0] if steps else 0
-    step = visit.get_whole("step", newest if trained is None else trained + 1)
+    step = visit.get_whole("step", choose_step([number for number, _ in steps], line.num_steps))
     rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
@@ -51,6 +49,16 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
         "group": number,
         "num_samples": sum(len(row.samples) for row in rows),
     }
+
+
+def choose_step(steps: Sequence[int], num_steps: int) -> int:
+    """Return the newest step with samples that the run has taken, or the newest if it took none.
+
+    `steps` are in descending order. Samples of the newest weights belong to a step that the run has
+    not taken: they are not trained on yet, or are from an evaluation.
+    """
+    newest = steps[0] if steps else 0
+    return next((step for step in steps if step <= num_steps), newest)
 
 
 def make_decoder(text: ModelText) -> Decode:

@@ -218,16 +218,6 @@ def list_steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000)
     return [(number, num_groups) for number, num_groups in rows]
 
 
-def find_trained_step(tx: Session, model_id: str, owner: str | None) -> int | None:
-    """Return the newest step whose samples a pass trained on, or None if there is none."""
-    query = select(func.max(col(KeptSampleRow.step))).where(
-        col(KeptSampleRow.model_id) == model_id, col(KeptSampleRow.trained_model_id).is_not(None)
-    )
-    if owner is not None:
-        query = query.where(col(KeptSampleRow.owner) == owner)
-    return execute(tx, query).scalar_one()
-
-
 def read_step(
     tx: Session,
     model_id: str,

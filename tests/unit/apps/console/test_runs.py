@@ -4,7 +4,7 @@ import numpy as np
 
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.apps.console.runs import find_state
-from skyrl_tx.apps.console.samples import describe_groups, make_decoder
+from skyrl_tx.apps.console.samples import choose_step, describe_groups, make_decoder
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 from skyrl_tx.apps.history.logged_metrics import choose_reward
 from skyrl_tx.contract.ids import RequestId
@@ -18,6 +18,11 @@ def test_states_and_rewards() -> None:
     assert find_state("unloaded", 0.0, 1.0) == "ended" and find_state("failed", 0.0, 1.0) == "failed"
     assert choose_reward(["a", "env/reward_std", "env/all/reward/total"]) == "env/all/reward/total"
     assert choose_reward(["a"]) is None
+
+
+def test_the_samples_open_on_the_newest_step_that_was_taken() -> None:
+    assert choose_step([72, 71, 70], 71) == 71, "72 is the evaluation at the end"
+    assert choose_step([3, 1], 3) == 3 and choose_step([1], 0) == 1 and choose_step([], 5) == 0
 
 
 def test_samples_are_shown_by_group_the_best_first() -> None:

@@ -85,15 +85,6 @@ def test_training_is_recorded_for_kept_sequences_of_the_same_owner(store: Store)
     assert read_step(store)[0].samples[1].trained_step == 7
 
 
-def test_the_newest_step_that_was_trained_on_is_found(store: Store) -> None:
-    add(store, group("a", step=1), group("b", step=2), group("evaluation", step=3))
-    assert store.read(lambda tx: kept_samples.find_trained_step(tx, RUN, "ann")) is None
-    trained = [TrainedSequence(sequence_id=f"seq-{name}-0", advantage=1.0, kl=0.0) for name in ("a", "b")]
-    store.write(lambda tx: kept_samples.record_training(tx, RUN, 2, iter(trained)))
-    assert store.read(lambda tx: kept_samples.find_trained_step(tx, RUN, "ann")) == 2
-    assert store.read(lambda tx: kept_samples.find_trained_step(tx, RUN, "bob")) is None
-
-
 def test_samples_expire(store: Store) -> None:
     add(store, group("a"), now=10.0)
     add(store, group("b"), now=20.0)
