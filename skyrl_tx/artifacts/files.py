@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,15 +191,17 @@ class VerificationCache:
 
     def __init__(self) -> None:
         self._stamps: dict[ArtifactId, Stamp] = {}
+        self._locks: dict[ArtifactId, threading.Lock] = {}
 
     def check(self, path: Path) -> Artifact:
-        """Like `open_artifact`, but hashes are computed only once."""
+        """Like `open_artifact`, but hashes are computed only once, and by one thread at a time."""
         artifact_id, manifest = ArtifactId(path.name), read_manifest(path)
-        stamp = _read_stamp(path, (*manifest.files, MANIFEST))
-        if stamp is None or self._stamps.get(artifact_id) != stamp:
-            verify(path, manifest)
-        if stamp is not None:
-            self._stamps[artifact_id] = stamp
+        with self._locks.setdefault(artifact_id, threading.Lock()):
+            stamp = _read_stamp(path, (*manifest.files, MANIFEST))
+            if stamp is None or self._stamps.get(artifact_id) != stamp:
+                verify(path, manifest)
+            if stamp is not None:
+                self._stamps[artifact_id] = stamp
         return manifest.make_artifact(artifact_id, path)
 
 

@@ -3,12 +3,14 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, LocalArtifacts, files
 from skyrl_tx.contract.ids import ArtifactId
+from tests.support.polling import until
 
 EXIT_AT_RENAME = """
 import os, sys
@@ -183,6 +185,24 @@ def test_collect_keeps_recent_and_unfinished_artifacts(store: LocalArtifacts) ->
     may_end.set()
     writing.join(10)
     assert store.open(fresh) and store.open(made[0])
+
+
+def test_files_are_verified_by_one_thread_at_a_time(store: LocalArtifacts, monkeypatch) -> None:
+    made = store.create(write_adapter)
+    num_hashed, may_end, verify = [0], threading.Event(), files.verify
+
+    def verify_slowly(path: Path, manifest: files.Manifest) -> None:
+        num_hashed[0] += 1
+        may_end.wait(10)
+        verify(path, manifest)
+
+    monkeypatch.setattr(files, "verify", verify_slowly)
+    with ThreadPoolExecutor(8) as pool:
+        opened = [pool.submit(store.open_verified, made.artifact_id) for _ in range(8)]
+        until(lambda: num_hashed[0] > 0)
+        may_end.set()
+        assert [future.result() for future in opened] == [made] * 8
+    assert num_hashed == [1]
 
 
 def test_files_are_verified_once_and_again_after_a_change(store: LocalArtifacts, monkeypatch) -> None:
