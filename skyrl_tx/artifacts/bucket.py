@@ -30,7 +30,6 @@ _PART_BYTES = 16 * 2**20
 """Size of a part of an upload or a download. S3 allows 10,000 parts per object."""
 _CONCURRENT = 4
 _PATIENCE_S = 30.0
-"""A call that failed after this time is not retried, because obstore has retried it already."""
 _DENIED = "access denied"
 _CLIENT: "ClientConfig" = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: "RetryConfig" = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
@@ -55,32 +54,49 @@ class StoredObject:
 class Bucket:
     """The objects in an obstore store. All methods raise ArtifactsUnreachable."""
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        """Use a store. Messages show `name`, for example its URL."""
+    def __init__(self, store: ObjectStore, name: str, *, patience_s: float = _PATIENCE_S) -> None:
+        """Use a store. Messages show `name`, for example its URL.
+
+        A call that failed after `patience_s` is not retried, because obstore has retried it already.
+        """
         self._store = store
         self.name = name
+        self._patience_s = patience_s
 
     @classmethod
     def open_url(
-        cls, url: str, *, client: "ClientConfig | None" = None, retry: "RetryConfig | None" = None
+        cls,
+        url: str,
+        *,
+        client: "ClientConfig | None" = None,
+        retry: "RetryConfig | None" = None,
+        timeout_s: float | None = None,
     ) -> "Bucket":
         """Open a URL.
 
         Credentials, region and endpoint are read from the provider's usual environment variables.
+        With `timeout_s`, calls fail after about this time instead of a minute.
         """
+        patience_s = _PATIENCE_S
+        if timeout_s is not None:
+            limit = timedelta(seconds=timeout_s)
+            client, retry = {"connect_timeout": limit, "timeout": limit}, {"max_retries": 2, "retry_timeout": limit}
+            patience_s = 0.0
         if url.startswith("file:"):
             return cls(from_url(url, mkdir=True, automatic_cleanup=True), url)
         client = _CLIENT if client is None else client
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client = {**client, "allow_http": True}
         return _call_with_retries(
-            "open", url, lambda: cls(from_url(url, client_options=client, retry_config=retry or _RETRY), url)
+            "open",
+            url,
+            lambda: cls(from_url(url, client_options=client, retry_config=retry or _RETRY), url, patience_s=patience_s),
         )
 
     def put(self, path: str, content: bytes | Path) -> None:
         """Write an object, in parts if it is large."""
         size, concurrency = _PART_BYTES, _CONCURRENT
-        _call_with_retries(
+        self._call(
             "write", path, lambda: obstore.put(self._store, path, content, chunk_size=size, max_concurrency=concurrency)
         )
 
@@ -97,7 +113,7 @@ class Bucket:
                 return False
             return True
 
-        return _call_with_retries("create", path, create)
+        return self._call("create", path, create)
 
     def get(self, path: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
@@ -108,7 +124,7 @@ class Bucket:
             except FileNotFoundError as error:
                 return _check_bucket_exists(error)
 
-        return _call_with_retries("read", path, get)
+        return self._call("read", path, get)
 
     def download(self, path: str, target: Path, num_bytes: int) -> bool:
         """Download an object of known size to a new file, in parts.
@@ -124,7 +140,7 @@ class Bucket:
 
         def read(start: int) -> bool:
             end = min(start + _PART_BYTES, num_bytes)
-            part = _call_with_retries("read", path, lambda: get_range(start, end))
+            part = self._call("read", path, lambda: get_range(start, end))
             position, left = start, memoryview(part or b"")
             while left:
                 written = os.pwrite(descriptor, left, position)
@@ -149,11 +165,11 @@ class Bucket:
                 for entry in page
             ]
 
-        return _call_with_retries("list", folder or "all objects", read)
+        return self._call("list", folder or "all objects", read)
 
     def get_modification_time(self, path: str) -> float:
         """Return when an object was written, by the clock of the object store."""
-        return _call_with_retries("read", path, lambda: obstore.head(self._store, path))["last_modified"].timestamp()
+        return self._call("read", path, lambda: obstore.head(self._store, path))["last_modified"].timestamp()
 
     def delete(self, paths: Sequence[str]) -> None:
         """Remove objects. Objects that do not exist are ignored."""
@@ -165,7 +181,7 @@ class Bucket:
                 _check_bucket_exists(error)
 
         for path in paths:
-            _call_with_retries("remove", path, partial(delete, path))
+            self._call("remove", path, partial(delete, path))
 
     def probe(self) -> bool:
         """Test the object store: write, list, read and remove a small object.
@@ -187,10 +203,13 @@ class Bucket:
         store = self._store
         if not isinstance(store, (S3Store, GCSStore, AzureStore)):
             return None
-        return _call_with_retries("sign", path, lambda: obstore.sign(store, method, path, timedelta(seconds=ttl_s)))
+        return self._call("sign", path, lambda: obstore.sign(store, method, path, timedelta(seconds=ttl_s)))
+
+    def _call(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        return _call_with_retries(verb, path, call, self._patience_s)
 
 
-def _call_with_retries(verb: str, path: str, call: Callable[[], T]) -> T:
+def _call_with_retries(verb: str, path: str, call: Callable[[], T], patience_s: float = _PATIENCE_S) -> T:
     """Make a call up to three times and return its result.
 
     obstore itself does not retry a request if the connection broke during the response. Raises
@@ -203,7 +222,7 @@ def _call_with_retries(verb: str, path: str, call: Callable[[], T]) -> T:
             return call()
         except (exceptions.BaseError, OSError) as error:
             reason = _describe_error(error)
-        if is_last or reason == _DENIED or time.monotonic() - started > _PATIENCE_S:
+        if is_last or reason == _DENIED or time.monotonic() - started > patience_s:
             break
     raise ArtifactsUnreachable(f"the object store cannot {verb} {path}: {reason}")
 

@@ -62,6 +62,7 @@ def open_artifacts(
     max_cache_bytes: int = 64 * 2**30,
     min_free_bytes: int = 0,
     is_recorded: bool = True,
+    interactive_timeout_s: float | None = None,
 ) -> ArtifactStore:
     """Open the artifacts of a data directory.
 
@@ -71,6 +72,8 @@ def open_artifacts(
         max_cache_bytes: Size of the cache of an object store on this machine.
         min_free_bytes: Free space on the disk that new artifacts must leave.
         is_recorded: Whether to record `url`, so that the directory cannot be used with another URL later.
+        interactive_timeout_s: Time limit for calls of an object store on which a client waits. The
+            default is the limit of uploads and downloads, a minute.
 
     Raises:
         InvalidLocation: The artifacts of the directory are elsewhere, or obstore is not installed.
@@ -85,7 +88,10 @@ def open_artifacts(
     from skyrl_tx.artifacts.objects import ObjectArtifacts
 
     cache = ArtifactCache(data_dir / CACHE, max_bytes=max_cache_bytes, min_free_bytes=min_free_bytes)
-    artifacts = ObjectArtifacts(bucket, cache)
+    interactive = None
+    if interactive_timeout_s is not None:
+        interactive = open_bucket(data_dir, bucket.name, timeout_s=interactive_timeout_s)
+    artifacts = ObjectArtifacts(bucket, cache, interactive=interactive)
     if not is_recorded:
         return artifacts
 
@@ -98,8 +104,11 @@ def open_artifacts(
     return artifacts
 
 
-def open_bucket(data_dir: Path, url: str) -> "Bucket":
-    """Open an object store for a data directory, which is not changed. Raises InvalidLocation."""
+def open_bucket(data_dir: Path, url: str, *, timeout_s: float | None = None) -> "Bucket":
+    """Open an object store for a data directory, which is not changed. Raises InvalidLocation.
+
+    `timeout_s` limits each call, see `Bucket.open_url`.
+    """
     url, recorded = normalize_url(url), read_recorded_url(data_dir)
     if recorded not in (None, url):
         raise InvalidLocation(
@@ -113,7 +122,7 @@ def open_bucket(data_dir: Path, url: str) -> "Bucket":
         if error.name != "obstore":
             raise
         raise InvalidLocation(f"--artifacts {url} needs obstore: pip install '{DISTRIBUTION}[storage]'") from error
-    return Bucket.open_url(url)
+    return Bucket.open_url(url, timeout_s=timeout_s)
 
 
 def forget_identity(data_dir: Path) -> None:

@@ -89,9 +89,14 @@ class ObjectArtifacts(ArtifactStore):
 
     is_remote = True
 
-    def __init__(self, bucket: Bucket, cache: ArtifactCache) -> None:
-        """Use a bucket and a cache for copies on this machine."""
+    def __init__(self, bucket: Bucket, cache: ArtifactCache, *, interactive: Bucket | None = None) -> None:
+        """Use a bucket and a cache for copies on this machine.
+
+        `interactive` is the same bucket with a short time limit, for calls on which a client waits:
+        all calls except uploads, downloads and garbage collection.
+        """
         self._bucket = bucket
+        self._interactive = interactive or bucket
         self._cache = cache
         self._verified = VerificationCache()
         self._known: frozenset[ArtifactId] | None = None
@@ -265,7 +270,7 @@ class ObjectArtifacts(ArtifactStore):
         manifest = self._read_manifest(artifact_id)
         if file not in manifest.files:
             raise ArtifactMissing(f"artifact {artifact_id} has no file {file[:80]!r}")
-        return self._bucket.sign_url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
+        return self._interactive.sign_url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
 
     def _read_clock(self) -> float:
         """Return the time by the clock of the object store, with a precision of one second."""
@@ -282,7 +287,7 @@ class ObjectArtifacts(ArtifactStore):
 
     def _list_objects(self, artifact_id: ArtifactId) -> _Objects:
         start = len(artifact_id) + 1
-        return _Objects({stored.path[start:]: stored for stored in self._bucket.list(artifact_id)})
+        return _Objects({stored.path[start:]: stored for stored in self._interactive.list(artifact_id)})
 
     def _find_objects(self, artifact_id: ArtifactId, *, trashed: bool = False) -> _Objects:
         objects = self._list_objects(artifact_id) if ARTIFACT_ID.fullmatch(artifact_id) else _Objects()
@@ -291,7 +296,7 @@ class ObjectArtifacts(ArtifactStore):
         return objects
 
     def _read_manifest(self, artifact_id: ArtifactId) -> Manifest:
-        content = self._bucket.get(f"{artifact_id}/{MANIFEST}")
+        content = self._interactive.get(f"{artifact_id}/{MANIFEST}")
         if content is None:
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
         try:

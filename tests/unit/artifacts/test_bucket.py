@@ -1,6 +1,7 @@
 """A failing S3 store: rejected requests, timeouts, truncated and lost messages, slow responses."""
 
 import logging
+import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,7 @@ from skyrl_tx.artifacts import bucket as buckets
 from skyrl_tx.artifacts.bucket import Bucket
 from skyrl_tx.artifacts.cache import ArtifactCache
 from skyrl_tx.artifacts.objects import ObjectArtifacts
+from skyrl_tx.contract.ids import ArtifactId
 from tests.support.flaky_proxy import FAULTS, Fault, flaky_proxy
 from tests.support.s3_server import SECRET_KEY, S3Server, variables
 
@@ -108,3 +110,18 @@ def test_no_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bucket = Bucket.open_url("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
     with pytest.raises(ArtifactsUnreachable, match="the object store cannot read a: no connection"):
         bucket.get("a")
+
+
+def test_an_interactive_call_gives_up_on_a_silent_store(tmp_path: Path, monkeypatch) -> None:
+    """The store accepts connections and never responds. With the limits of downloads this would take minutes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        for name, value in variables(f"http://127.0.0.1:{silent.getsockname()[1]}").items():
+            monkeypatch.setenv(name, value)
+        cache = ArtifactCache(tmp_path / "cache", max_bytes=2**30)
+        store = ObjectArtifacts(
+            Bucket.open_url("s3://weights"), cache, interactive=Bucket.open_url("s3://weights", timeout_s=0.1)
+        )
+        artifact_id = ArtifactId(f"art-{0:032x}")
+        for call in (store.describe, store.has, lambda name: store.sign_url(name, "a.safetensors", 60.0)):
+            with pytest.raises(ArtifactsUnreachable):
+                call(artifact_id)
