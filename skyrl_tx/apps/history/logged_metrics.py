@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Executable, Label, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import Executable, Label, Text, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import cast as sql_cast
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
@@ -35,6 +36,8 @@ MAX_BYTES = 32 * 2**20
 
 Beyond it, points are deleted in the same way.
 """
+MAX_PAGE_BYTES = 8 * 2**20
+"""Limit on the size of the values that are read at once, as JSON, unless one point is larger."""
 MAX_RUNS = 10_000
 """Limit on the logged runs of an owner."""
 CLIENT_RUN = "client"
@@ -218,10 +221,35 @@ def list_runs(
     return list(tx.exec(query.limit(limit).offset(offset)))
 
 
-def read_points(tx: Session, logged_run_ids: Sequence[int], *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
-    """Return points of these runs after a position, in order of arrival."""
-    query = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
-    return _select_points(tx, query.order_by(col(LoggedPointRow.position)).limit(limit))
+def read_points(
+    tx: Session,
+    logged_run_ids: Sequence[int],
+    *,
+    after: int = 0,
+    limit: int = 1000,
+    max_bytes: int = MAX_PAGE_BYTES,
+) -> list[LoggedPoint]:
+    """Return points of these runs after a position, in order of arrival.
+
+    Returns fewer than `limit` points if their values exceed `max_bytes`, but at least one point.
+    """
+    # Find the last point that fits, without reading the values
+    position, is_wanted = col(LoggedPointRow.position), col(LoggedPointRow.logged_run_id).in_(logged_run_ids)
+    sizes = select(position, func.length(sql_cast(col(LoggedPointRow.values), Text)))
+    last, num_bytes = after, 0
+    for point, size in execute(tx, sizes.where(is_wanted, position > after).order_by(position).limit(limit)):
+        num_bytes += size
+        if last > after and num_bytes > max_bytes:
+            break
+        last = point or 0
+
+    return _select_points(tx, _POINTS.where(is_wanted, position > after, position <= last).order_by(position))
+
+
+def has_points(tx: Session, logged_run_ids: Sequence[int], *, after: int) -> bool:
+    """Return whether these runs have points after a position."""
+    position, is_wanted = col(LoggedPointRow.position), col(LoggedPointRow.logged_run_id).in_(logged_run_ids)
+    return execute(tx, select(position).where(is_wanted, position > after).limit(1)).first() is not None
 
 
 def read_last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) -> list[LoggedPoint]:
@@ -237,10 +265,16 @@ def _select_points(tx: Session, query: Executable) -> list[LoggedPoint]:
     ]
 
 
-def read_points_of_model(tx: Session, model_id: ModelId, *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
-    """Return the points of all logged runs of a model after a position, in order of arrival."""
-    run_ids = [row.logged_run_id for row in list_runs(tx, None, model_id=model_id) if row.logged_run_id is not None]
-    return read_points(tx, run_ids, after=after, limit=limit)
+def list_run_ids(tx: Session, model_id: ModelId) -> list[int]:
+    """Return the ids of the logged runs of a model."""
+    return [row.logged_run_id for row in list_runs(tx, None, model_id=model_id) if row.logged_run_id is not None]
+
+
+def read_points_of_model(
+    tx: Session, model_id: ModelId, *, after: int = 0, limit: int = 1000, max_bytes: int = MAX_PAGE_BYTES
+) -> list[LoggedPoint]:
+    """Return the points of all logged runs of a model after a position, see `read_points`."""
+    return read_points(tx, list_run_ids(tx, model_id), after=after, limit=limit, max_bytes=max_bytes)
 
 
 def get_last_step(tx: Session, logged_run_id: int) -> int | None:

@@ -28,6 +28,8 @@ MAX_SLICES = 10_000
 """Limit on the requests in a trace, per source. The oldest are left out."""
 _MAX_GROUPS = 200
 """Limit on the models of a session, and on its samplers. The oldest are left out."""
+_MAX_LOGGED_BYTES = 32 * 2**20
+"""Limit on the size of the logged values of a session, as JSON. The models share it equally."""
 _WITH_POINTS = ("model_pass", "optim_step")
 _ROWS_PER_RESULT = 5
 """To find n requests without points, the newest n times this many rows are searched."""
@@ -117,13 +119,20 @@ def read_session_groups(
     # Models, newest first: the limit is used up by the newest models
     groups: list[TimelineGroup] = []
     remaining = limit
-    for model in reversed(models.list_by_session(tx, session_id)[-_MAX_GROUPS:]):
+    trained = models.list_by_session(tx, session_id)[-_MAX_GROUPS:]
+    max_bytes = _MAX_LOGGED_BYTES // max(len(trained), 1)
+    for model in reversed(trained):
         passes = (
             points.read_points(tx, model.model_id, after, remaining)
             if after
             else points.read_newest(tx, model.model_id, remaining)
         )
-        logged_points = logged_metrics.read_points_of_model(tx, model.model_id, limit=remaining) if with_logged else []
+        logged_points = (
+            logged_metrics.read_points_of_model(tx, model.model_id, limit=remaining, max_bytes=max_bytes)
+            if with_logged
+            else []
+        )
+
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
         requests = by_model[model.model_id]
         groups.append(make_model_group(title, model.model_id, requests, passes, logged_points, now))

@@ -55,6 +55,17 @@ def test_owners_are_apart(store: Store) -> None:
     assert (steps(store, "ann"), steps(store, "bob"), steps(store, None)) == ([1], [2], [1, 2])
 
 
+def test_a_page_ends_when_its_values_are_long(store: Store) -> None:
+    write(store, *[point(number, **{"x" * 1000: 1.0}) for number in range(7)])
+    run_ids = [row.logged_run_id or 0 for row in store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))]
+    assert steps(store, max_bytes=3500) == [0, 1, 2]
+    assert steps(store, max_bytes=10) == [0], "a reader always continues"
+
+    last = store.read(lambda tx: logged_metrics.read_points(tx, run_ids))[-1].position
+    assert store.read(lambda tx: logged_metrics.has_points(tx, run_ids, after=last - 1))
+    assert not store.read(lambda tx: logged_metrics.has_points(tx, run_ids, after=last))
+
+
 def test_a_reader_continues_after_its_cursor(store: Store) -> None:
     write(store, *map(point, range(7)))
     assert steps(store, limit=3) == [0, 1, 2]
