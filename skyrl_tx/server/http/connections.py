@@ -28,6 +28,8 @@ _MAX_HEAD_BYTES = 32 * 2**10
 _MAX_HEADERS = 128
 _MAX_PIPELINED = 16
 _MIN_BODY_BYTES_PER_S = 1024
+_MAX_UNREAD_S = 60.0
+"""Seconds after which a client that reads nothing of its response is disconnected."""
 _RESERVED_FILES = 1024
 """File descriptors to keep free: for downloads, logs and the database (3 per request thread)."""
 _MANY_FILES = 2**20
@@ -99,6 +101,10 @@ class Connection(socket.socket):
         self.protocol: HttpProtocol | None = None
         self.patience_s = connections.header_timeout_s
         """Seconds that the client has left to send the missing part of the head or body."""
+        self.reading_patience_s = _MAX_UNREAD_S
+        """Seconds that the client has left to read more of the response."""
+        self.num_unread = 0
+        """Bytes of the response that the client had not read at the last check."""
         self._connections = connections
 
     def close(self) -> None:
@@ -150,6 +156,8 @@ class Connections:
         self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
+        self._sending: set[Connection] = set()
+        """The connections whose client has not read enough yet for the server to send more."""
         self._closing: set[Connection] = set()
         self._warn = ThrottledWarning(_log)
 
@@ -199,6 +207,7 @@ class Connections:
         del self._open[connection.fileno()]
         self.mark_active(connection)
         self._receiving.discard(connection)
+        self._sending.discard(connection)
         self._closing.discard(connection)
         client = self._by_network[connection.network]
         client.num_open -= 1
@@ -230,8 +239,17 @@ class Connections:
         """Return whether the server is waiting for bytes from the client."""
         return connection in self._receiving
 
+    def start_write_timeout(self, connection: Connection, num_unread: int) -> None:
+        """Give the client time to read `num_unread` bytes of a response."""
+        connection.reading_patience_s, connection.num_unread = _MAX_UNREAD_S, num_unread
+        self._sending.add(connection)
+
+    def stop_write_timeout(self, connection: Connection) -> None:
+        """Stop the timeout: the client has read most of the response."""
+        self._sending.discard(connection)
+
     def close_late(self, elapsed_s: float) -> None:
-        """Close the connections of clients that are too slow.
+        """Close the connections of clients that send or read too slowly.
 
         `elapsed_s` is the time since the last call. A client does not lose time while the server
         itself has paused reading its body. Callers pass a constant for `elapsed_s`, so a client
@@ -243,6 +261,14 @@ class Connections:
                 connection.patience_s -= elapsed_s
                 if connection.patience_s <= 0:
                     late.append(connection)
+        for connection in self._sending:
+            # Each KiB that the client reads gives it another second, up to the limit.
+            left = 0 if connection.protocol is None else connection.protocol.num_unread
+            earned_s = max(connection.num_unread - left, 0) / _MIN_BODY_BYTES_PER_S
+            connection.num_unread = left
+            connection.reading_patience_s = min(connection.reading_patience_s + earned_s, _MAX_UNREAD_S) - elapsed_s
+            if connection.reading_patience_s <= 0:
+                late.append(connection)
         for connection in late:
             self._end(connection)
 
@@ -265,6 +291,7 @@ class Connections:
     def _end(self, connection: Connection) -> None:
         self.mark_active(connection)  # so that it is not chosen again before the loop closes it
         self._receiving.discard(connection)
+        self._sending.discard(connection)
         self._closing.add(connection)
         connection.end()
 
@@ -358,6 +385,16 @@ class HttpProtocol(UvicornConnection):
         super().connection_made(transport)
         self._connection = self._connections.get(transport.get_extra_info("socket").fileno())
         self._connection.protocol = self
+
+    def pause_writing(self) -> None:
+        """Start the timeout for a client that does not read."""
+        super().pause_writing()
+        self._connections.start_write_timeout(self._connection, self.num_unread)
+
+    def resume_writing(self) -> None:
+        """Stop the timeout, because the client has read most of the response."""
+        super().resume_writing()
+        self._connections.stop_write_timeout(self._connection)
 
     def _is_open(self) -> bool:
         """Return whether the client is connected and no error response was sent."""

@@ -36,6 +36,11 @@ class UvicornConnection(HttpToolsProtocol):
     stop_keep_alive = HttpToolsProtocol._unset_keepalive_if_required
     """Cancels the keep-alive timer, if it is running."""
 
+    @property
+    def num_unread(self) -> int:
+        """Number of bytes that were sent and are still in the buffer of this process."""
+        return self.transport.get_write_buffer_size()
+
     def send_and_close(self, data: bytes) -> None:
         """Send bytes, then close the connection."""
         self.transport.write(data)

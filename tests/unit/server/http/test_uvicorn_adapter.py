@@ -44,6 +44,8 @@ OVERRIDDEN_NAMES = (
     "on_message_begin",
     "on_message_complete",
     "on_response_complete",
+    "pause_writing",
+    "resume_writing",
 )
 """The methods of `HttpToolsProtocol` that `HttpProtocol` extends, so uvicorn must call them."""
 
@@ -114,7 +116,7 @@ def test_every_attribute_of_uvicorn_is_listed() -> None:
             }
     ours = set(vars(UvicornConnection))
     # attributes of asyncio and httptools
-    public = {"append", "call_later", "close", "feed_data", "is_closing", "write"}
+    public = {"append", "call_later", "close", "feed_data", "get_write_buffer_size", "is_closing", "write"}
     assert used - ours - public == {name for names in USED_NAMES.values() for name in names}
 
 
