@@ -1,18 +1,19 @@
 """Checkpoints, which are names for saved weights, and references to artifacts."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from zlib import crc32
 
-from sqlalchemy import BigInteger, bindparam, cast, func, literal_column, or_, true
+from sqlalchemy import BigInteger, bindparam, cast, func, literal_column, or_, true, tuple_
+from sqlalchemy import select as select_columns
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoadWeights
-from skyrl_tx.store.database import execute, get_existing
+from skyrl_tx.store.database import execute, get_existing, is_in_batch, split_batches
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 """Maximum time to live of a checkpoint: ten years."""
@@ -128,6 +129,27 @@ def list_by_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
     statement = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_visible(now)).order_by(*oldest_first)
     return list(tx.exec(statement.where(col(CheckpointRow.public)) if only_public else statement))
+
+
+def list_latest(
+    tx: Session, model_ids: Iterable[ModelId], now: float, *, only_public: bool = False
+) -> dict[ModelId, list[CheckpointRow]]:
+    """Return the latest checkpoint of each kind of these runs, oldest first."""
+    columns = col(CheckpointRow.model_id), col(CheckpointRow.kind), col(CheckpointRow.name)
+    newest_first = col(CheckpointRow.created_at).desc(), col(CheckpointRow.name).desc()
+    rank = func.row_number().over(partition_by=columns[:2], order_by=newest_first).label("rank")
+    ranked = select_columns(*columns, rank).where(is_in_batch(columns[0]), is_visible(now))
+    if only_public:
+        ranked = ranked.where(col(CheckpointRow.public))
+
+    latest = ranked.subquery()
+    is_latest = tuple_(*columns).in_(select_columns(*latest.c[:3]).where(latest.c.rank == 1))
+    oldest_first = col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name)
+    found: dict[ModelId, list[CheckpointRow]] = {}
+    for ids in split_batches(model_ids):
+        for row in tx.exec(select(CheckpointRow).where(is_latest).order_by(*oldest_first), params={"ids": ids}):
+            found.setdefault(row.model_id, []).append(row)
+    return found
 
 
 def select_published_runs(now: float):

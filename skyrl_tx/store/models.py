@@ -1,5 +1,6 @@
 """Models (training runs) and their recovery snapshots."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import bindparam, func, true, update
@@ -9,7 +10,7 @@ from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
 from skyrl_tx.store import checkpoints, pruning, sampling_sessions, sessions
-from skyrl_tx.store.database import execute, get_existing
+from skyrl_tx.store.database import execute, execute_in_batches, get_existing, is_in_batch
 from skyrl_tx.store.pruning import RemoveRows
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -100,6 +101,18 @@ def is_deleted(tx: Session, model_id: ModelId) -> bool:
 def get_owner(tx: Session, model_id: ModelId) -> str | None:
     """Return the owner of a model, or None if the model does not exist or is deleted."""
     return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
+
+
+_OWNERS = (
+    select(col(ModelRow.model_id), col(SessionRow.owner), col(SessionRow.project_id))
+    .join(SessionRow)
+    .where(is_in_batch(col(ModelRow.model_id)), col(ModelRow.deleted_at).is_(None))
+)
+
+
+def find_owners(tx: Session, model_ids: Iterable[ModelId]) -> dict[ModelId, tuple[str, str | None]]:
+    """Return the owner and the project of each of these models, except deleted ones."""
+    return {model_id: (owner, project) for model_id, owner, project in execute_in_batches(tx, _OWNERS, model_ids)}
 
 
 _ENGINE = select(ModelRow.engine).where(ModelRow.model_id == bindparam("model_id"))

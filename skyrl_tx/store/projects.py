@@ -48,6 +48,12 @@ def get_role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole |
     return cast(ProjectRole | None, execute(tx, statement).scalar_one_or_none())
 
 
+def list_by_member(tx: Session, owner: str) -> set[str]:
+    """Return the ids of the projects that an owner is a member of."""
+    statement = select(col(ProjectMemberRow.project_id)).where(col(ProjectMemberRow.owner) == owner)
+    return {*execute(tx, statement).scalars()}
+
+
 def has_members(tx: Session, project_id: str) -> bool:
     """Return whether a project has members.
 
