@@ -25,7 +25,6 @@ from skyrl_tx.process.setup import listen
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.extension import ErrorForm, ServerExtension
-from skyrl_tx.server.http.body import BodyBudget
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, compute_max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
@@ -45,6 +44,7 @@ from skyrl_tx.server.routes import (
     weights,
 )
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.shares import Shares
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
@@ -52,6 +52,8 @@ from skyrl_tx.store.errors import StoreError, ValueRefused
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
+_OBJECT_STORE_TIMEOUT_S = 2.0
+"""Time limit for calls of an object store on which a client waits, except downloads."""
 _TICKS_PER_CHECK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`, in seconds."""
@@ -85,15 +87,17 @@ def create_context(
         settings=settings,
         store=store,
         artifacts=open_artifacts(
-            settings.data_dir, settings.artifacts, max_cache_bytes=settings.max_artifact_cache_bytes
+            settings.data_dir,
+            settings.artifacts,
+            max_cache_bytes=settings.max_artifact_cache_bytes,
+            interactive_timeout_s=_OBJECT_STORE_TIMEOUT_S,
         ),
         # Components
         signing_key=signing_key,
         authenticator=Authenticator(settings, store, signing_key),
         engine=EngineHealth(store, settings.engine_silence_s),
         admission=AdmissionControl(store),
-        received_bodies=BodyBudget(settings.max_inflight_bytes // 2),
-        decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
+        shares=Shares.divide(settings.request_threads, settings.max_inflight_bytes),
         results=results,
         metrics=metrics,
         extensions=extensions or {},
@@ -168,7 +172,7 @@ def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
         path=_PREFIX + "/retrieve_future",
         endpoint=futures.retrieve_future,
         handle_error=_handle_error,
-        wait_for_results=context.priority.wait_for_results,
+        wait_for_results=context.wait_for_results,
     )
     app.add_middleware(
         RequestGuard,

@@ -5,31 +5,35 @@ Endpoints declare a parameter of type `Incoming` or `IncomingData` to get an `Ap
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypeVar, cast
 
-from anyio import CapacityLimiter
 from fastapi import Depends, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
+from starlette.types import Scope
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.extension import ServerExtension
-from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyBudget, BodyLimits, read_body
+from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyLimits, read_body
 from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
-from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey
+from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey, read_credential
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.shares import SMALL_BYTES, OwnerBudget, Shares
 from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.store.database import Store
 
-_RESULT_READERS = 4
+T = TypeVar("T")
+P = ParamSpec("P")
 _DELEGATING_SCOPES = frozenset({"admin", "user", "read"})
 
 
@@ -45,18 +49,27 @@ class ApiContext:
     engine: EngineHealth
     results: ResultWatcher
     admission: AdmissionControl
-    received_bodies: BodyBudget
-    decoded_bodies: BodyBudget
+    shares: Shares
     metrics: ApiMetrics
     extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
     """The optional features by name."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
-    result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
-    """Limits how many results are read and encoded at the same time.
 
-    If hundreds of threads did this in parallel, all results would be finished late.
-    """
+    async def run_call(self, owner: str, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run `work` in a thread, once its owner has a free one."""
+        async with self.shares.calls.reserve(owner):
+            return await run_in_threadpool(work, *arguments, **named)
+
+    async def wait_for_results(self, scope: Scope) -> None:
+        """Wait while results of the caller of an HTTP request are being written.
+
+        A caller that was not authenticated within the last second does not wait.
+        """
+        if not self.priority.is_idle:
+            caller = self.authenticator.get_cached(read_credential(Request(scope)))
+            if caller is not None:
+                await self.priority.wait_for_results(caller.owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +142,7 @@ async def get_context(request: Request) -> ApiContext:
 
 
 async def read_poll(request: Request, caller: Caller) -> ApiCall:
-    """Receive a long poll. Unlike other requests, it never waits for memory."""
+    """Receive a long poll. Unlike other requests, it never waits for memory or for a thread."""
     return await _read_call(request, caller, POLL_LIMITS)
 
 
@@ -137,6 +150,17 @@ async def read_control(request: Request, caller: Caller) -> AsyncGenerator[ApiCa
     """Receive a request that is neither a training pass nor a sample request."""
     async with receive_call(request, caller, CONTROL_LIMITS) as call:
         yield call
+
+
+def _make_reader(get_threads: Callable[[Shares], OwnerBudget]) -> Callable[..., AsyncGenerator[ApiCall]]:
+    """Return a dependency like `read_control` for calls that use threads of another budget."""
+
+    async def read(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
+        threads = get_threads((await get_context(request)).shares)
+        async with receive_call(request, caller, CONTROL_LIMITS, threads=threads) as call:
+            yield call
+
+    return read
 
 
 async def read_data(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
@@ -155,15 +179,22 @@ async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerat
 
 
 @asynccontextmanager
-async def receive_call(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[ApiCall]:
-    """Wait until there is memory for the body, then receive it.
+async def receive_call(
+    request: Request, caller: Principal, limits: BodyLimits, *, threads: OwnerBudget | None = None
+) -> AsyncGenerator[ApiCall]:
+    """Wait until there is memory for the body, receive it, and wait until its owner has a thread.
 
-    The memory that decoding takes stays reserved inside the context.
+    The thread, and the memory that decoding takes, stay reserved inside the context. `threads` is
+    the budget of the thread. By default, the size of the body determines it.
     """
     context = await get_context(request)
-    async with context.received_bodies.reserve(caller.owner, _estimate_body_bytes(request, limits)):
+    shares, owner = context.shares, caller.owner
+    async with shares.received_bodies.reserve(owner, _estimate_body_bytes(request, limits)):
         call = await _read_call(request, caller, limits)
-        async with context.decoded_bodies.reserve(caller.owner, call.body.estimate_decoding_bytes()):
+        num_bytes = call.body.estimate_decoding_bytes()
+        if threads is None:
+            threads = shares.calls if num_bytes <= SMALL_BYTES else shares.heavy_calls
+        async with shares.decoded_bodies.reserve(owner, num_bytes), threads.reserve(owner):
             yield call
 
 
@@ -200,8 +231,13 @@ async def _read_call(request: Request, caller: Principal, limits: BodyLimits) ->
     )
 
 
-Incoming = Annotated[ApiCall, Depends(read_control)]
-IncomingData = Annotated[ApiCall, Depends(read_data)]
+# The thread and the memory are free again once the endpoint returns, even if the client is slow to
+# read the response.
+Incoming = Annotated[ApiCall, Depends(read_control, scope="function")]
+IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("heavy_calls")), scope="function")]
+IncomingFiles = Annotated[ApiCall, Depends(_make_reader(attrgetter("weight_files")), scope="function")]
+IncomingData = Annotated[ApiCall, Depends(read_data, scope="function")]
+IncomingPoll = Annotated[ApiCall, Depends(read_poll)]
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -8,7 +8,17 @@ from typing import Literal
 from skyrl_tx.contract.errors import MAX_MESSAGE_CHARS
 from skyrl_tx.process.text import make_visible
 
-Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
+Refusal = Literal[
+    "missing_key",
+    "wrong_key",
+    "ended_key",
+    "throttled",
+    "scope",
+    "queue_full",
+    "bodies_full",
+    "calls_full",
+    "quota",
+]
 """Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
 
 

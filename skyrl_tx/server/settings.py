@@ -147,8 +147,9 @@ class ApiSettings(ApiFlags):
     max_streams: int = Field(default=64, ge=0)
     """Maximum number of streamed responses that receive tokens while they are sampled.
 
-    Further streams get all tokens at the end. Each stream reads new tokens from the database
-    several times a second, so thousands of streams would slow down all requests.
+    An owner may have a quarter of them. Further streams get all tokens at the end. Each stream
+    reads new tokens from the database several times a second, so thousands of streams would slow
+    down all requests.
     """
     max_inflight_bytes: int = Field(default_factory=lambda data: 4 * data["max_request_bytes"], ge=2**20)
     """Memory for bodies that are being received and decoded.

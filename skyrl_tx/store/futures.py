@@ -129,6 +129,8 @@ class FutureState:
     kind: str = ""
     result: bytes | None = None
     created_at: float = 0.0
+    num_left_out: int = 0
+    """Size in bytes of a result that was left out; 0 if it is present."""
 
 
 def make_request_id(key: str) -> RequestId:
@@ -422,33 +424,36 @@ def complete(
     return _COMPLETE.execute(tx, {"name": request_id, "now": now, **values}).rowcount == 1
 
 
+_RESULT_BYTES = func.coalesce(func.length(col(RequestRow.result)), 0)
 _RESULT = select(
     col(RequestRow.status),
     col(RequestRow.kind),
-    col(RequestRow.result),
+    case((bindparam("max_bytes") < _RESULT_BYTES, None), else_=col(RequestRow.result)).label("result"),
     col(RequestRow.result_crc),
     col(RequestRow.created_at),
+    case((bindparam("max_bytes") < _RESULT_BYTES, _RESULT_BYTES), else_=0),
 ).where(
     col(RequestRow.request_id) == bindparam("request_id"),
     or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
 )
 
 
-def get_state(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
+def get_state(tx: Session, request_id: RequestId, owner: str | None, max_result_bytes: int = 2**62) -> FutureState:
     """Return the state and result of a request.
 
     The status is "unknown" if the request does not exist or belongs to another owner. `owner` None
-    means any owner.
+    means any owner. A result larger than `max_result_bytes` is left out.
     """
-    row = execute(tx, _RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
+    wanted = {"request_id": request_id, "owner": owner, "max_bytes": max_result_bytes}
+    row = execute(tx, _RESULT, wanted).one_or_none()
     if row is None:
         return FutureState(status="unknown")
-    status, kind, data, crc, created_at = row
-    if data is None:
+    status, kind, data, crc, created_at, num_left_out = row
+    if data is None and not num_left_out:
         return FutureState("open" if status == "open" else "pruned", kind, None, created_at)
-    if crc is not None and crc != crc32(data):
+    if crc is not None and data is not None and crc != crc32(data):
         return FutureState("damaged", kind, None, created_at)
-    return FutureState("failed" if status == "failed" else "done", kind, data, created_at)
+    return FutureState("failed" if status == "failed" else "done", kind, data, created_at, num_left_out)
 
 
 _OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(

@@ -97,4 +97,6 @@ def test_no_bytes_are_held_after_a_call(server: Server) -> None:
     for endpoint, body in (("create_session", {"pad": "x" * 500_000}), ("asample", {"pad": "x" * 900_000})):
         server.post(endpoint, **body)
     assert server.client.get("/api/v1/healthz").status_code in (200, 503)
-    assert context.received_bodies.num_bytes == context.decoded_bodies.num_bytes == 0
+    shares = context.shares
+    budgets = shares.received_bodies, shares.decoded_bodies, shares.calls, shares.heavy_calls
+    assert [budget.num_reserved for budget in budgets] == [0] * 4

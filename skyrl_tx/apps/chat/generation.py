@@ -7,7 +7,7 @@ from there. The tokens that did not come this way follow when the result is stor
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Literal
 
 import numpy as np
-from anyio import to_thread
+from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.apps.chat.text import SampleText
@@ -67,24 +67,27 @@ class PartialStreams:
         self._max_streams = max_streams
         self._lock = threading.Lock()
         self._open: dict[RequestId, tuple[Stream, asyncio.AbstractEventLoop]] = {}
+        self._owners: Counter[str] = Counter()
         self._position = 0
 
-    def open(self, request_id: RequestId, notify: Callable[[], None]) -> Stream | None:
+    def open(self, request_id: RequestId, owner: str, notify: Callable[[], None]) -> Stream | None:
         """Open a stream for a request, before the request is submitted.
 
-        Returns None if `max_streams` are open.
+        Returns None if `max_streams` are open, or if the owner has a quarter of them.
         """
         with self._lock:
-            if len(self._open) >= self._max_streams:
+            if len(self._open) >= self._max_streams or self._owners[owner] >= max(self._max_streams // 4, 1):
                 return None
             stream = Stream(notify)
             self._open[request_id] = stream, asyncio.get_running_loop()
+            self._owners[owner] += 1
         return stream
 
-    def close(self, request_id: RequestId) -> None:
+    def close(self, request_id: RequestId, owner: str) -> None:
         """Close a stream. Idempotent."""
         with self._lock:
-            self._open.pop(request_id, None)
+            if self._open.pop(request_id, None) is not None:
+                self._owners -= Counter([owner])
 
     def read(self) -> None:
         """Read new tokens and put them into their streams.
@@ -268,10 +271,9 @@ class Generation:
         Raises ApiError if the request failed, the API key was revoked, or the server is shutting
         down.
         """
-        state = await to_thread.run_sync(
-            lambda: self._context.store.read(lambda tx: futures.get_state(tx, self.request_id, self._caller.owner)),
-            limiter=self._context.result_readers,
-        )
+        store, owner = self._context.store, self._caller.owner
+        async with self._context.shares.result_readers.reserve(owner):
+            state = await run_in_threadpool(store.read, lambda tx: futures.get_state(tx, self.request_id, owner))
 
         # No result yet
         if state.status == "open":
@@ -281,8 +283,10 @@ class Generation:
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "X-API-Key: the key was revoked or has expired")
             return None
 
-        # The request is over: it has failed or is complete
+        # The request is over: it has failed or is complete. A client that is slow to read the rest
+        # needs no stream.
         self._is_over = True
+        self._resources.close()
         if state.result is None:
             raise ApiError(
                 HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import cast
 
 import numpy as np
-from fastapi.concurrency import run_in_threadpool
 from msgspec import UNSET
 
 from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
@@ -217,11 +216,13 @@ class ChatService:
             completed.add_done_callback(lambda _: changed.set())
             stream = None
             if request.is_streamed and not request.options.wants_prompt:
-                stream = self.streams.open(request_id, changed.set)
-                stack.callback(self.streams.close, request_id)
+                stream = self.streams.open(request_id, caller.owner, changed.set)
+                stack.callback(self.streams.close, request_id, caller.owner)
 
             # Store the request
-            texts = await run_in_threadpool(self._submit, caller, request, key, is_streamed=stream is not None)
+            texts = await context.run_call(
+                caller.owner, self._submit, caller, request, key, is_streamed=stream is not None
+            )
             return Generation(
                 context,
                 caller,

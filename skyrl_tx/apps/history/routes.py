@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import Response as HttpResponse
 from fastapi.responses import StreamingResponse
 from sqlmodel import Session
 
@@ -19,8 +20,18 @@ from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.history.timeline import MAX_SLICES, TimelineGroup, read_session_groups
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, get_base_url, get_context
+from skyrl_tx.server.context import (
+    AccessScope,
+    ApiContext,
+    Incoming,
+    IncomingList,
+    Limit,
+    Offset,
+    get_base_url,
+    get_context,
+)
 from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.identity.scopes import API_PREFIX
@@ -50,15 +61,16 @@ def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     return {"is_new": store_metrics(call.store, metrics, time.time()) > 0}
 
 
-@router.get("/training_runs/{run_id}/metrics")
-def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> schemas.MetricsResponse:
+@router.get("/training_runs/{run_id}/metrics", response_model=schemas.MetricsResponse)
+def get_metrics(run_id: str, call: IncomingList, cursor: str = "0-0", limit: PageSize = 1000) -> HttpResponse:
     """Return a page of a training run's metrics: a point per request, and what clients logged."""
     after, logged_after = _parse_cursor(cursor)
 
     def work(tx: Session) -> schemas.MetricsResponse:
         model_id = access.find_visible_run(tx, call.caller, ModelId(run_id)).model_id
         points = stored_points.read_points(tx, model_id, after, limit)
-        logged = logged_metrics.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
+        logged_runs = logged_metrics.list_run_ids(tx, model_id)
+        logged = logged_metrics.read_points(tx, logged_runs, after=logged_after, limit=limit)
         last = points[-1].position if points else after
         last_logged = logged[-1].position if logged else logged_after
         return schemas.MetricsResponse(
@@ -66,20 +78,20 @@ def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSiz
             points=[_describe_point(row) for row in points],
             logged=[_describe_logged_point(point) for point in logged],
             cursor=f"{last}-{last_logged}",
-            has_more=limit in (len(points), len(logged)),
+            has_more=len(points) == limit or logged_metrics.has_points(tx, logged_runs, after=last_logged),
         )
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work))
 
 
-@router.get("/logged_runs")
+@router.get("/logged_runs", response_model=schemas.LoggedRunsResponse)
 def list_logged_runs(
-    call: Incoming,
+    call: IncomingList,
     limit: Limit = 100,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project: str | None = None,
-) -> schemas.LoggedRunsResponse:
+) -> HttpResponse:
     """List the caller's logged runs, or all logged runs for an admin with `accessible`."""
     owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
 
@@ -87,25 +99,26 @@ def list_logged_runs(
         rows = logged_metrics.list_runs(tx, owner, project=project, limit=limit, offset=offset)
         return schemas.LoggedRunsResponse(logged_runs=[_describe_logged_run(row) for row in rows])
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work))
 
 
-@router.get("/logged_runs/{logged_run_id}/metrics")
+@router.get("/logged_runs/{logged_run_id}/metrics", response_model=schemas.LoggedMetricsResponse)
 def get_logged_metrics(
-    logged_run_id: LoggedRunId, call: Incoming, cursor: Position = 0, limit: PageSize = 1000
-) -> schemas.LoggedMetricsResponse:
+    logged_run_id: LoggedRunId, call: IncomingList, cursor: Position = 0, limit: PageSize = 1000
+) -> HttpResponse:
     """Return a page of a logged run's points."""
 
     def work(tx: Session) -> schemas.LoggedMetricsResponse:
         logged_metrics.find_logged_run(tx, call.caller, logged_run_id)
         points = logged_metrics.read_points(tx, [logged_run_id], after=cursor, limit=limit)
+        last = points[-1].position if points else cursor
         return schemas.LoggedMetricsResponse(
             logged=[_describe_logged_point(point) for point in points],
-            cursor=points[-1].position if points else cursor,
-            has_more=len(points) == limit,
+            cursor=last,
+            has_more=logged_metrics.has_points(tx, [logged_run_id], after=last),
         )
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work))
 
 
 @router.put("/logged_runs/{logged_run_id}/training_run")

@@ -70,7 +70,7 @@ async def get_version() -> dict[str, object]:
 
 
 @router.post("/api/{name}")
-def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONResponse:
+def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call, scope="function")]) -> JSONResponse:
     """Store metrics that trackio logs, or list its runs. Media and artifacts are refused."""
     # Refuse functions that this server does not have
     function = _FUNCTIONS.get(name)

@@ -13,7 +13,7 @@ from skyrl_tx.apps.teams import billing, schemas
 from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, TeamsSettings, compute_storage_cost
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
-from skyrl_tx.server.context import Incoming
+from skyrl_tx.server.context import IncomingList
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity.authentication import USER_URN
 from skyrl_tx.server.identity.scopes import API_PREFIX
@@ -26,7 +26,7 @@ _MAX_ENTRIES = 100_000
 
 
 @router.get("/billing/usage/events")
-def get_usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
+def get_usage(call: IncomingList, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
     """Return the usage of up to 14 days by hour, session and kind."""
     start, end = billing.check_window(starting_on, ending_before, datetime.now(UTC))
     settings, owner = call.context.settings, call.caller.owner_filter
@@ -37,7 +37,7 @@ def get_usage(call: Incoming, starting_on: datetime, ending_before: datetime) ->
 
 
 @router.get("/billing/usage/checkpoints/current")
-def get_storage(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
+def get_storage(call: IncomingList, project_id: str | None = None) -> schemas.StorageResponse:
     """Return the current storage of checkpoints by owner and project."""
     prices = call.context.settings.get_app_settings(TeamsSettings).prices
     usage = call.store.read(
@@ -62,7 +62,7 @@ def get_storage(call: Incoming, project_id: str | None = None) -> schemas.Storag
 
 
 @router.get("/audit", response_model_exclude_none=True)
-def get_audit_log(call: Incoming, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
+def get_audit_log(call: IncomingList, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
     """Return the audit log of one day in UTC. The default is today."""
     day = day or datetime.now(UTC).date()
     try:

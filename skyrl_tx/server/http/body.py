@@ -1,15 +1,11 @@
 """Request bodies: JSON or protobuf, optionally compressed with zstd.
 
-Limits the size of a body, the number of objects in it, and the memory of all bodies at a time.
+Limits the size of a body and the number of objects in it. `shares` limits the memory of all bodies.
 """
 
-import asyncio
 import json
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TypeVar, cast
 
 import msgspec
@@ -18,7 +14,7 @@ from fastapi import Request
 from google.protobuf.message import DecodeError, Message
 from pydantic import ValidationError
 
-from skyrl_tx.server.errors import ApiError, bad_request, too_large
+from skyrl_tx.server.errors import bad_request, too_large
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.submission.validation import (
     check_json,
@@ -37,16 +33,6 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 _MAX_WINDOW_BYTES = 2**23
 """Maximum zstd window. RFC 8878 (section 3.1.1.1.2) recommends that decoders support this size."""
-
-_MAX_WAIT_S = 20.0
-"""How long a request may wait for memory. The SDK gives up an attempt after 60 s."""
-_UNCOUNTED_BYTES = 2**16
-"""Bodies up to this size need no reservation, so heartbeats never wait.
-
-The number of connections limits the memory of small bodies.
-"""
-# The SDK retries after a 429. Its sampling client pauses first (SDK 0.38, sampling_client.py).
-_BACKPRESSURE = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,113 +192,6 @@ class Body:
         except DecodeError as error:
             raise bad_request(f"body is not a protobuf {message.DESCRIPTOR.name}: {error}") from error
         return message
-
-
-class BodyBudget:
-    """Memory that the requests of one event loop share. An owner can reserve at most half of it.
-
-    A request that is larger than its owner's half waits until its owner holds no other reservation.
-    A request that is larger than the whole budget waits until there is no reservation at all. So
-    every request can run eventually.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._reserved: defaultdict[str, int] = defaultdict(int)
-        self._waiting: defaultdict[str, deque[tuple[int, asyncio.Future[None]]]] = defaultdict(deque)
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes that are reserved now."""
-        return self._num_bytes
-
-    @asynccontextmanager
-    async def reserve(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
-        """Reserve memory inside the context.
-
-        Raises ApiError 429 if none becomes free within 20 s.
-        """
-        if num_bytes <= _UNCOUNTED_BYTES:
-            yield
-            return
-
-        if self._waiting or not self._fits(owner, num_bytes) or not self._has_capacity(num_bytes):
-            await self._wait(owner, num_bytes)
-        else:
-            self._take(owner, num_bytes)
-
-        try:
-            yield
-        finally:
-            self._take(owner, -num_bytes)
-            self._admit()
-
-    async def _wait(self, owner: str, num_bytes: int) -> None:
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = num_bytes, admitted
-        self._waiting[owner].append(entry)
-        self._admit()
-        try:
-            async with asyncio.timeout(_MAX_WAIT_S):
-                await admitted
-        except BaseException as error:
-            # Undo the reservation if the request was admitted just before the timeout.
-            if admitted.done() and not admitted.cancelled():
-                self._take(owner, -num_bytes)
-            else:
-                self._waiting[owner].remove(entry)
-            self._admit()
-
-            if isinstance(error, TimeoutError):
-                detail = f"requests of {owner!r} already hold {self._reserved.get(owner, 0)} bytes: send this one later"
-                raise ApiError(
-                    HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE, reason="bodies_full"
-                ) from error
-            raise
-
-    def _admit(self) -> None:
-        """Admit waiting requests while there is memory.
-
-        The owner with the smallest reservation comes first. Requests of one owner are admitted in
-        the order of arrival.
-        """
-        for owner in [owner for owner, queue in self._waiting.items() if not queue]:
-            del self._waiting[owner]
-
-        while self._waiting:
-            # Choose the owner that holds least.
-            may_hold_more = [owner for owner, queue in self._waiting.items() if self._fits(owner, queue[0][0])]
-            if not may_hold_more:
-                return
-            owner = min(may_hold_more, key=lambda candidate: self._reserved.get(candidate, 0))
-            num_bytes, admitted = self._waiting[owner][0]
-
-            # A large request keeps its turn, or smaller requests could delay it forever.
-            if not self._has_capacity(num_bytes):
-                return
-
-            self._waiting[owner].popleft()
-            if not self._waiting[owner]:
-                del self._waiting[owner]
-            if not admitted.done():
-                self._take(owner, num_bytes)
-                admitted.set_result(None)
-
-    def _fits(self, owner: str, num_bytes: int) -> bool:
-        """Return whether a request fits into its owner's half of the budget."""
-        reserved = self._reserved.get(owner, 0)
-        return not reserved or reserved + num_bytes <= self._max_bytes // 2
-
-    def _has_capacity(self, num_bytes: int) -> bool:
-        """Return whether a request fits into the whole budget."""
-        return not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
-
-    def _take(self, owner: str, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self._reserved[owner] += num_bytes
-        if not self._reserved[owner]:
-            del self._reserved[owner]
 
 
 def validate_object(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:

@@ -1,7 +1,7 @@
 """Long polls: clients wait for results without a thread or a query per client.
 
 `ResultWatcher` watches the store with one thread and wakes the polls whose results have arrived.
-`ResponsePriority` makes new requests wait while completed results are being sent.
+`ResponsePriority` makes new requests wait while completed results of their owner are being sent.
 `LongPollMiddleware` serves the polling endpoint before routing.
 """
 
@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -301,45 +302,51 @@ class ResultWatcher:
 
 
 class ResponsePriority:
-    """Lets results go out before new requests come in. Used for the calls of one event loop.
+    """Lets the results of an owner go out before its new requests come in. Used on one event loop.
 
     Hundreds of requests may complete at the same time. Every client that has its result sends a new
     request at once, and serving that takes longer than writing a result. Without this
     priority, the last clients would get their results only after the new requests of the first
-    clients.
+    clients. Requests of other owners do not wait.
     """
 
     def __init__(self, *, max_wait_s: float = 0.25) -> None:
         """`max_wait_s` is the longest time that a new request waits, in seconds."""
         self._max_wait_s = max_wait_s
-        self._num_writing = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._num_writing: Counter[str] = Counter()
+        self._are_written: dict[str, asyncio.Event] = {}
 
     @contextmanager
-    def mark_writing(self) -> Generator[None]:
-        """Inside the context, the caller reads and encodes a result."""
-        self._num_writing += 1
-        self._is_idle.clear()
+    def mark_writing(self, owner: str) -> Generator[None]:
+        """Inside the context, the caller reads and encodes a result of an owner."""
+        self._num_writing[owner] += 1
+        self._are_written.setdefault(owner, asyncio.Event())
         try:
             yield
         finally:
-            self._num_writing -= 1
-            if not self._num_writing:
-                self._is_idle.set()
+            self._num_writing[owner] -= 1
+            if not self._num_writing[owner]:
+                del self._num_writing[owner]
+                self._are_written.pop(owner).set()
 
-    async def wait_for_results(self) -> None:
-        """Wait until no result is being written, for at most `max_wait_s` seconds."""
-        if self._num_writing:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no result is being written."""
+        return not self._are_written
+
+    async def wait_for_results(self, owner: str) -> None:
+        """Wait until no result of an owner is being written, for at most `max_wait_s` seconds."""
+        are_written = self._are_written.get(owner)
+        if are_written is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_idle.wait(), self._max_wait_s)
+                await asyncio.wait_for(are_written.wait(), self._max_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LongPollMiddleware:
     """ASGI middleware that serves POST requests of the polling endpoint, before routing.
 
-    All other requests first wait for `ResponsePriority`.
+    All other requests first wait for the results of their owner, see `ResponsePriority`.
 
     Every layer between socket and endpoint stays in memory as long as a poll is open, and the
     garbage collector traverses all of them. Without the layers of the router, 10,000 polls take
@@ -350,13 +357,13 @@ class LongPollMiddleware:
     path: str
     endpoint: Callable[[Request], Awaitable[Response]]
     handle_error: Callable[[Request, Exception], Awaitable[Response]]
-    wait_for_results: Callable[[], Awaitable[None]]
+    wait_for_results: Callable[[Scope], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] != "http" or scope["path"] != self.path or scope["method"] != HTTPMethod.POST:
             if scope["type"] == "http":
-                await self.wait_for_results()
+                await self.wait_for_results(scope)
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)

@@ -1,9 +1,14 @@
 """Encodes stored results as responses of `retrieve_future`.
 
-The Accept header of the client decides between protobuf and JSON.
+The Accept header of the client decides between protobuf and JSON. JSON of long arrays is encoded in
+slices, because each call of the encoder holds the interpreter lock, and all other threads wait for
+it.
 """
 
+import asyncio
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from itertools import groupby
 from typing import cast
@@ -11,7 +16,9 @@ from typing import cast
 import msgspec
 import numpy as np
 from fastapi import Response
-from msgspec import UNSET
+from msgspec import UNSET, Raw
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
@@ -21,6 +28,10 @@ from skyrl_tx.server.submission.tensors import batch_to_proto, to_proto
 
 _OUTPUT_TYPE = "ArrayRecord"
 _NOT_COMPUTED = -99999.0
+_NUMBERS_PER_SLICE = 2**14
+_BYTES_PER_SEND = 2**18
+_JSON_BYTES_PER_BYTE = 6
+"""Upper bound on the JSON of a stored result. A float32 has 4 bytes and up to 24 characters."""
 _STOP_REASONS: dict[results.StopReason, wire_pb2.StopReason] = {
     "stop": wire_pb2.STOP_REASON_STOP,
     "length": wire_pb2.STOP_REASON_LENGTH,
@@ -38,6 +49,53 @@ def make_result_response(result: results.Result, accept: str) -> Response:
         if isinstance(result, results.SampleOutput):
             return Response(encode_sample(result).SerializeToString(), media_type=PROTOBUF)
     return Response(msgspec.json.encode(result_to_json(result)), media_type="application/json")
+
+
+def make_list_response(page: BaseModel, *, exclude_none: bool = False) -> Response:
+    """Encode a page with long lists. Must be called in a thread.
+
+    FastAPI would encode it on the event loop, and pydantic in one call. This encodes one item at a
+    time, so that other threads can run.
+    """
+    encoded: dict[str, object] = {}
+    for name, value in page:
+        if isinstance(value, list):
+            items = (item.model_dump_json(exclude_none=exclude_none) for item in cast(list[BaseModel], value))
+            encoded[name] = Raw(f"[{','.join(items)}]".encode())
+    rest = page.model_dump(mode="json", exclude={*encoded}, exclude_none=exclude_none)
+    return Response(msgspec.json.encode(rest | encoded), media_type="application/json")
+
+
+def estimate_response_bytes(num_stored: int, accept: str) -> int:
+    """Return an upper bound on the size of the response for a stored result, without reading it.
+
+    Protobuf has the bytes of the stored arrays.
+    """
+    return num_stored * (2 if PROTOBUF in accept else _JSON_BYTES_PER_BYTE)
+
+
+class LargeResponse(Response):
+    """A response that waits until the client has received most of it.
+
+    So the reservation of its memory ends only then. `Connections` disconnects a client that does
+    not read.
+    """
+
+    def __init__(self, response: Response, held: AsyncExitStack) -> None:
+        """Send `response`, then close `held`."""
+        super().__init__(response.body, response.status_code, media_type=response.media_type)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the body in slices. Each `send` waits until the client has read the earlier ones."""
+        async with self._held:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            view = memoryview(self.body)
+            for start in range(0, len(view), _BYTES_PER_SEND):
+                part = bytes(view[start : start + _BYTES_PER_SEND])
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # let other requests run
+            await send({"type": "http.response.body", "body": b""})
 
 
 def encode_pass(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
@@ -162,13 +220,20 @@ def _encode_topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
     )
 
 
-def _topk_to_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
-    rows: list[list[tuple[int, float | str]] | None] = []
-    for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
-        known = (pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED)
-        pairs = [(token_id, _number_to_json(logprob)) for token_id, logprob in known]
-        rows.append(pairs or None)
-    return rows
+def _topk_to_json(topk: results.TopK) -> Raw:
+    length, k = topk.token_ids.shape
+
+    def encode_rows(start: int, end: int) -> list[list[tuple[int, float | str]] | None]:
+        rows: list[list[tuple[int, float | str]] | None] = []
+        for token_ids, logprobs in zip(
+            topk.token_ids[start:end].tolist(), topk.logprobs[start:end].tolist(), strict=True
+        ):
+            known = (pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED)
+            pairs = [(token_id, _number_to_json(logprob)) for token_id, logprob in known]
+            rows.append(pairs or None)
+        return rows
+
+    return _encode_in_slices(length, max(_NUMBERS_PER_SLICE // max(k, 1), 1), encode_rows)
 
 
 def _tensor_to_json(array: NumberArray, cells: Cells | None = None) -> dict[str, object]:
@@ -180,16 +245,31 @@ def _tensor_to_json(array: NumberArray, cells: Cells | None = None) -> dict[str,
     return tensor
 
 
-def _numbers_to_json(array: NumberArray) -> list[float | str]:
-    values = cast(list[float | str], array.tolist())
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return [_number_to_json(value) for value in cast(list[float], values)]
-    return values
+def _numbers_to_json(array: NumberArray) -> Raw:
+    def list_numbers(start: int, end: int) -> Sequence[float | str]:
+        part = array[start:end]
+        values = cast(list[float | str], part.tolist())
+        if array.dtype.kind == "f" and not np.isfinite(part).all():
+            return [_number_to_json(value) for value in cast(list[float], values)]
+        return values
+
+    return _encode_in_slices(len(array), _NUMBERS_PER_SLICE, list_numbers)
 
 
-def _logprobs_to_json(array: Float32Array) -> list[float | str | None]:
+def _logprobs_to_json(array: Float32Array) -> Raw:
     """Convert logprobs to JSON. NaN marks a token without a logprob and becomes null."""
-    return [None if math.isnan(value) else _number_to_json(value) for value in cast(list[float], array.tolist())]
+
+    def list_logprobs(start: int, end: int) -> Sequence[float | str | None]:
+        values = cast(list[float], array[start:end].tolist())
+        return [None if math.isnan(value) else _number_to_json(value) for value in values]
+
+    return _encode_in_slices(len(array), _NUMBERS_PER_SLICE, list_logprobs)
+
+
+def _encode_in_slices(length: int, step: int, list_items: Callable[[int, int], Sequence[object]]) -> Raw:
+    """Encode a JSON array of `length` items. `list_items(start, end)` returns some of them."""
+    parts = [msgspec.json.encode(list_items(start, start + step))[1:-1] for start in range(0, length, step)]
+    return Raw(b"[" + b",".join(parts) + b"]")
 
 
 def _metrics_to_json(metrics: results.Metrics) -> dict[str, float | str]:

@@ -99,7 +99,7 @@ class ApiMetrics:
         self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", _WRITES_S)
         for reason in _AUTH_REASONS:
             self._auth_failures.labels(reason)
-        for reason in ("queue_full", "bodies_full", "quota"):
+        for reason in ("queue_full", "bodies_full", "calls_full", "quota"):
             self._backpressure.labels(reason)
 
         # Set by ServerMonitor

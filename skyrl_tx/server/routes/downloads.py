@@ -7,7 +7,7 @@ import logging
 import re
 import tarfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from email.utils import format_datetime
@@ -23,7 +23,7 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.server.context import ApiCall, ApiContext, Incoming, get_base_url, get_context
+from skyrl_tx.server.context import ApiCall, ApiContext, Incoming, IncomingFiles, get_base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
@@ -49,7 +49,7 @@ _COMPLETE = "checkpoint_complete"
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
 def get_external_weights_urls(
-    run_id: str, kind: str, name: str, call: Incoming, request: Request
+    run_id: str, kind: str, name: str, call: IncomingFiles, request: Request
 ) -> ExternalWeightsUrlsResponse:
     """Return a signed URL for each file of external weights."""
     row = _find_readable(call, run_id, kind, name)
@@ -79,8 +79,20 @@ def redirect_to_archive(run_id: str, kind: str, name: str, call: Incoming, reque
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
 
-@router.head(_FILE_PATH, include_in_schema=False)
-@router.get(_FILE_PATH)
+async def _admit_download(
+    context: Annotated[ApiContext, Depends(get_context)], key: Annotated[int | None, Query(ge=0, lt=2**31)] = None
+) -> AsyncGenerator[None]:
+    """Wait until the owner of the signed URL has a free thread.
+
+    The number of the API key in the URL stands for the owner, because the URL is checked later. An
+    invalid URL uses the thread only for this check.
+    """
+    async with context.shares.weight_files.reserve(f"key {key}"):
+        yield
+
+
+@router.head(_FILE_PATH, include_in_schema=False, dependencies=[Depends(_admit_download, scope="function")])
+@router.get(_FILE_PATH, dependencies=[Depends(_admit_download, scope="function")])
 def fetch_download(
     run_id: str,
     kind: str,

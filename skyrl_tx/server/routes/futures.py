@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
@@ -14,13 +14,14 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.server.context import ApiCall, Incoming, read_poll
+from skyrl_tx.server.context import ApiCall, Incoming, IncomingPoll, read_poll
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.long_poll import wait_for
-from skyrl_tx.server.http.responses import make_result_response
+from skyrl_tx.server.http.responses import LargeResponse, estimate_response_bytes, make_result_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
+from skyrl_tx.server.shares import SMALL_BYTES
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import completions, futures, pauses
 from skyrl_tx.store.errors import StoreError
@@ -50,23 +51,20 @@ async def retrieve_future(request: Request) -> Response:
         # Wait for the result.
         owner, key_id = call.caller.owner_filter, call.caller.key_id
         if await context.results.wait_for_result(request_id, owner, call.settings.retrieve_hold_s, key_id):
-            with context.priority.mark_writing():
-                response = await to_thread.run_sync(
-                    _read_result, call, request_id, accept, max_bytes, limiter=context.result_readers
-                )
+            response = await _read_response(call, request_id, accept, max_bytes)
             if response is not None:
                 return response
 
         # There is none: tell the client why its request is waiting.
         report = await context.engine.get_recent_report()
         reason = report.problem or report.activity
-        if report.outage and await run_in_threadpool(
-            call.store.read, lambda tx: futures.is_open_sample(tx, request_id)
+        if report.outage and await context.run_call(
+            call.caller.owner, call.store.read, lambda tx: futures.is_open_sample(tx, request_id)
         ):
             reason = report.outage
         if report.pauses and report.problem is None:
-            pause = await run_in_threadpool(
-                call.store.read, lambda tx: pauses.find_wait_reason(tx, request_id, report.pauses)
+            pause = await context.run_call(
+                call.caller.owner, call.store.read, lambda tx: pauses.find_wait_reason(tx, request_id, report.pauses)
             )
             state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
     except StoreError as error:
@@ -85,7 +83,7 @@ async def retrieve_future(request: Request) -> Response:
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True)
-async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
+async def retrieve_futures(call: IncomingPoll) -> schemas.RetrieveFuturesResponse:
     """List the sample requests of one client that completed after a cursor, by long poll."""
     poll = call.body.parse_model(schemas.RetrieveFuturesRequest)
     name = SamplingSessionId(poll.target.sampling_session_id)
@@ -94,8 +92,8 @@ async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
 
     while True:
         with call.context.results.subscribe(name, call.caller.key_id) as notification:
-            response = await run_in_threadpool(
-                _find_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor
+            response = await call.context.run_call(
+                call.caller.owner, _find_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor
             )
             remaining_s = end - time.monotonic()
             if response.completions or remaining_s <= 0 or call.context.results.is_closed:
@@ -138,14 +136,44 @@ def cancel_future(call: Incoming) -> dict[str, str]:
     return {"type": "cancel_future"}
 
 
-def _read_result(call: ApiCall, request_id: RequestId, accept: str, max_bytes: int | None) -> Response | None:
+async def _read_response(call: ApiCall, request_id: RequestId, accept: str, max_bytes: int | None) -> Response | None:
     """Read and encode a result. None if the request is still open.
 
     A result can be read repeatedly. If the result is larger than `max_bytes`, the response only
-    contains its size. The client then reserves memory for the result, and polls again without a
-    limit (SDK 0.16 to 0.38, lib/api_future_impl.py).
+    contains an upper bound on its size. The client then reserves memory for the result, and polls
+    again without a limit (SDK 0.16 to 0.38, lib/api_future_impl.py).
     """
-    state = call.store.read(lambda tx: futures.get_state(tx, request_id, call.caller.owner_filter))
+    context, shares, owner = call.context, call.context.shares, call.caller.owner
+    with context.priority.mark_writing(owner):
+        async with shares.result_readers.reserve(owner):
+            found = await run_in_threadpool(_read_result, call, request_id, accept, SMALL_BYTES)
+    size = estimate_response_bytes(found, accept) if isinstance(found, int) else len(found.body) if found else 0
+    if max_bytes is not None and size > max_bytes:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+
+    # A large result waits for memory, and no other request waits for it.
+    if isinstance(found, int):
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(shares.result_bytes.reserve(owner, size))
+            async with shares.result_readers.reserve(owner):
+                found = await run_in_threadpool(_read_result, call, request_id, accept)
+            if isinstance(found, Response):
+                found = LargeResponse(found, held.pop_all())
+    assert not isinstance(found, int)
+    if found is not None:
+        context.results.mark_fetched(request_id)
+    return found
+
+
+def _read_result(
+    call: ApiCall, request_id: RequestId, accept: str, max_result_bytes: int = 2**62
+) -> Response | int | None:
+    """Read and encode a result. None if the request is still open.
+
+    If the stored result is larger than `max_result_bytes`, it is not read, and its size is
+    returned.
+    """
+    state = call.store.read(lambda tx: futures.get_state(tx, request_id, call.caller.owner_filter, max_result_bytes))
     if state.status == "unknown" and not futures.is_request_id(request_id):
         raise not_found(f"request_id {quote_value(request_id)} does not exist: this server issues no ids of that form")
     if state.status in ("unknown", "pruned"):
@@ -158,14 +186,11 @@ def _read_result(call: ApiCall, request_id: RequestId, accept: str, max_bytes: i
     if state.status == "damaged":
         message = f"request_id {quote_value(request_id)}: its stored result is damaged, its checksum does not match"
         return make_result_response(results.Failure(message=message, category=ErrorCategory.SERVER), accept)
+    if state.num_left_out:
+        return state.num_left_out
     if state.result is None:
         return None
 
     result = codec.decode(state.result)
     assert isinstance(result, results.Result)
-    response = make_result_response(result, accept)
-    size = len(response.body)
-    if max_bytes is not None and size > max_bytes:
-        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    call.context.results.mark_fetched(request_id)
-    return response
+    return make_result_response(result, accept)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, Limit, Offset
+from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, IncomingList, Limit, Offset
 from skyrl_tx.server.errors import not_found
+from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import ReadableRun
 from skyrl_tx.server.schemas import weights as schemas
@@ -28,14 +29,14 @@ _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
 }
 
 
-@router.get("/training_runs")
+@router.get("/training_runs", response_model=schemas.TrainingRunsResponse)
 def list_runs(
-    call: Incoming,
+    call: IncomingList,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
-) -> schemas.TrainingRunsResponse:
+) -> Response:
     """List the caller's training runs, newest first.
 
     With `access_scope=accessible`, the list also has the runs of the caller's projects, and other
@@ -49,12 +50,13 @@ def list_runs(
         # Checkpoints may expire, so "published" needs a time.
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
-        runs = [_describe_run(access.find_readable_run(tx, call.caller, row.model_id, now)) for row in rows]
+        runs = access.find_readable_runs(tx, call.caller, rows, now)
         return schemas.TrainingRunsResponse(
-            training_runs=runs, cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total)
+            training_runs=[_describe_run(run) for run in runs],
+            cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total),
         )
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work))
 
 
 @router.get("/training_runs/{run_id}")
@@ -64,15 +66,16 @@ def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") ->
     return _describe_run(run)
 
 
-@router.get("/training_runs/{run_id}/checkpoints")
-def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
+@router.get("/training_runs/{run_id}/checkpoints", response_model=schemas.CheckpointsResponse)
+def list_checkpoints_of_run(run_id: str, call: IncomingList) -> Response:
     """List those checkpoints of a run that the caller may read."""
     run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, run.is_visible) for row in run.saved])
+    page = schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, run.is_visible) for row in run.saved])
+    return make_list_response(page)
 
 
-@router.get("/checkpoints")
-def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> schemas.CheckpointsResponse:
+@router.get("/checkpoints", response_model=schemas.CheckpointsResponse)
+def list_checkpoints(call: IncomingList, limit: Limit = 100, offset: Offset = 0) -> Response:
     """List the caller's checkpoints, newest first."""
 
     def work(tx: Session) -> schemas.CheckpointsResponse:
@@ -82,7 +85,7 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
             cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total),
         )
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work))
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)

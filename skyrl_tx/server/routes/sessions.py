@@ -6,12 +6,13 @@ from http import HTTPStatus
 from itertools import islice
 from typing import get_args
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset
+from skyrl_tx.server.context import AccessScope, Incoming, IncomingList, Limit, Offset
 from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
 from skyrl_tx.server.schemas import service as schemas
@@ -102,7 +103,7 @@ def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
 
 @router.get("/sessions")
 def list_sessions(
-    call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
+    call: IncomingList, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
 ) -> dict[str, list[str]]:
     """List the caller's sessions, newest first.
 
@@ -117,7 +118,7 @@ def list_sessions(
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.SessionResponse:
+def get_session(session_id: str, call: IncomingList, access_scope: AccessScope = "owned") -> schemas.SessionResponse:
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
@@ -155,8 +156,8 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     return {}
 
 
-@router.post("/sessions/search", response_model_exclude_none=True)
-def search_sessions(call: Incoming) -> schemas.SessionSearchResponse:
+@router.post("/sessions/search", response_model=schemas.SessionSearchResponse)
+def search_sessions(call: IncomingList) -> Response:
     """Search sessions, newest first."""
     request = call.body.parse_model(schemas.SessionSearchRequest)
     owners = _find_owners(call.caller, request.owner)
@@ -178,7 +179,7 @@ def search_sessions(call: Incoming) -> schemas.SessionSearchResponse:
             else None,
         )
 
-    return call.store.read(work)
+    return make_list_response(call.store.read(work), exclude_none=True)
 
 
 def _find_owners(caller: Principal, owner: schemas.SearchOwner) -> Collection[str] | None:

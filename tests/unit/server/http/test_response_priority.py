@@ -14,12 +14,12 @@ def test_requests_wait_for_all_results() -> None:
         priority, events = ResponsePriority(max_wait_s=60.0), list[str]()
 
         async def send_request() -> None:
-            await priority.wait_for_results()
+            await priority.wait_for_results("ann")
             events.append("request")
 
         await send_request()
-        with priority.mark_writing():
-            with priority.mark_writing():
+        with priority.mark_writing("ann"):
+            with priority.mark_writing("ann"):
                 sending = asyncio.create_task(send_request())
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -34,13 +34,24 @@ def test_requests_wait_for_all_results() -> None:
 def test_failed_or_slow_result_delays_no_request() -> None:
     async def main() -> None:
         priority = ResponsePriority(max_wait_s=0.01)
-        with priority.mark_writing():
-            await priority.wait_for_results()
+        with priority.mark_writing("ann"):
+            await priority.wait_for_results("ann")
         try:
-            with priority.mark_writing():
+            with priority.mark_writing("ann"):
                 raise ZeroDivisionError
         except ZeroDivisionError:
-            await asyncio.wait_for(priority.wait_for_results(), 5)
+            await asyncio.wait_for(priority.wait_for_results("ann"), 5)
+
+    asyncio.run(main())
+
+
+def test_results_of_another_owner_delay_no_request() -> None:
+    async def main() -> None:
+        priority = ResponsePriority(max_wait_s=60.0)
+        with priority.mark_writing("ann"):
+            await asyncio.wait_for(priority.wait_for_results("bob"), 5)
+            assert not priority.is_idle
+        assert priority.is_idle
 
     asyncio.run(main())
 
@@ -58,7 +69,7 @@ def test_long_polls_do_not_wait_for_results() -> None:
     async def fail(request: Request, error: Exception) -> Response:
         raise error
 
-    async def wait_for_results() -> None:
+    async def wait_for_results(_: Scope) -> None:
         seen.append("waited")
 
     async def nothing(*_: object) -> dict[str, object]:

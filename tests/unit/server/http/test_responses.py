@@ -9,11 +9,17 @@ from tinker.lib._pydantic_conv import deserialize_json_response
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types import OptimStepResponse
 
-from skyrl_tx.contract import results
+from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.arrays import Cells
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId
-from skyrl_tx.server.http.responses import encode_pass, encode_sample, make_result_response
+from skyrl_tx.server.http import responses
+from skyrl_tx.server.http.responses import (
+    encode_pass,
+    encode_sample,
+    estimate_response_bytes,
+    make_result_response,
+)
 
 PROTOBUF = "application/x-protobuf"
 CELLS = Cells(crow=np.array([0, 3]), columns=np.array([3, 1, 0]))
@@ -160,3 +166,33 @@ def test_sparse_targets_round_trip_in_json() -> None:
         "sparse_crow_indices": [0, 3],
         "sparse_col_indices": [3, 1, 0],
     }
+
+
+def test_json_in_slices_is_the_json_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = np.array([0.5, -1.25, np.nan, -np.inf, 3.0], np.float32)
+    tokens = np.arange(10, dtype=np.int32)
+    topk = results.TopK(token_ids=tokens.reshape(5, 2), logprobs=np.full((5, 2), -1.5, np.float32))
+    sequence = results.SampledSequence(stop_reason="stop", tokens=tokens[:5], logprobs=numbers, topk=topk)
+    sampled = results.SampleOutput(sequences=(sequence,), prompt=results.PromptResult(logprobs=numbers))
+    bodies: list[bytes] = []
+    for step in (2**14, 4, 1):
+        monkeypatch.setattr(responses, "_NUMBERS_PER_SLICE", step)
+        bodies.append(bytes(make_result_response(sampled, "").body))
+    assert bodies[0] == bodies[1] == bodies[2]
+    [part] = json.loads(bodies[0])["sequences"]
+    assert part["logprobs"] == [0.5, -1.25, "NaN", "-Infinity", 3.0] and len(part["topk_logprobs"]) == 5
+
+
+def test_the_estimate_is_an_upper_bound() -> None:
+    rng = np.random.default_rng(3)
+    logprobs = (-rng.random(10_000, np.float32) * 10.0 ** rng.integers(-30, 30, 10_000)).astype(np.float32)
+    topk = results.TopK(token_ids=np.full((10_000, 3), 2**31 - 1, np.int32), logprobs=np.stack([logprobs] * 3, axis=1))
+    tokens = np.full(10_000, 2**31 - 1, np.int32)
+    sequence = results.SampledSequence(stop_reason="length", tokens=tokens, logprobs=logprobs, topk=topk)
+    for output in (
+        results.SampleOutput(sequences=(sequence,)),
+        results.ForwardBackwardOutput(logprobs=(logprobs,), metrics={}),
+    ):
+        for accept in (PROTOBUF, ""):
+            estimate = estimate_response_bytes(len(codec.encode(output)), accept)
+            assert len(make_result_response(output, accept).body) <= estimate

@@ -5,22 +5,27 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.server import shares
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.http import body
-from skyrl_tx.server.http.body import BodyBudget
+from skyrl_tx.server.shares import OwnerBudget, Shares
 
 MIB = 2**20
+
+
+def share_bytes(total: int) -> OwnerBudget:
+    """Return a budget in which an owner holds at most half."""
+    return OwnerBudget(total, per_owner=total // 2, unit="bytes", uncounted=2**16)
 
 
 class Holder:
     """A request that holds its bytes until it is released."""
 
-    def __init__(self, budget: BodyBudget, owner: str, num_bytes: int) -> None:
+    def __init__(self, budget: OwnerBudget, owner: str, num_bytes: int) -> None:
         self.is_in = False
         self._release = asyncio.Event()
         self.task = asyncio.create_task(self._run(budget, owner, num_bytes))
 
-    async def _run(self, budget: BodyBudget, owner: str, num_bytes: int) -> None:
+    async def _run(self, budget: OwnerBudget, owner: str, num_bytes: int) -> None:
         async with budget.reserve(owner, num_bytes):
             self.is_in = True
             await self._release.wait()
@@ -42,7 +47,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def test_an_owner_holds_at_most_half() -> None:
     async def test() -> None:
-        budget = BodyBudget(100 * MIB)
+        budget = share_bytes(100 * MIB)
         ann = [Holder(budget, "ann", 25 * MIB) for _ in range(4)]
         bob = Holder(budget, "bob", 50 * MIB)
         await settle()
@@ -57,7 +62,7 @@ def test_an_owner_holds_at_most_half() -> None:
 
 def test_the_owner_who_holds_least_is_next() -> None:
     async def test() -> None:
-        budget = BodyBudget(100 * MIB)
+        budget = share_bytes(100 * MIB)
         first = [Holder(budget, owner, 50 * MIB) for owner in ("ann", "bob")]
         queue = [Holder(budget, "ann", 10 * MIB) for _ in range(20)]
         await settle()
@@ -72,7 +77,7 @@ def test_the_owner_who_holds_least_is_next() -> None:
 
 def test_a_request_beyond_the_budget_runs_alone_and_is_not_delayed_without_end() -> None:
     async def test() -> None:
-        budget = BodyBudget(100 * MIB)
+        budget = share_bytes(100 * MIB)
         small = Holder(budget, "ann", 40 * MIB)
         await settle()
         large = Holder(budget, "bob", 400 * MIB)
@@ -88,9 +93,38 @@ def test_a_request_beyond_the_budget_runs_alone_and_is_not_delayed_without_end()
     run(test)
 
 
+def test_another_owners_call_is_admitted_while_an_owner_has_its_share() -> None:
+    async def test() -> None:
+        shares = Shares.divide(num_threads=100, max_body_bytes=400 * MIB)
+        budgets = {
+            shares.calls: (1, 25),
+            shares.heavy_calls: (1, 4),
+            shares.result_readers: (1, 2),
+            shares.weight_files: (1, 2),
+            shares.decoded_bodies: (10 * MIB, 100 * MIB),
+            shares.result_bytes: (16 * MIB, 64 * MIB),
+        }
+        for budget, (amount, share) in budgets.items():
+            ann = [Holder(budget, "ann", amount) for _ in range(100)]
+            await settle()
+            assert budget.get_reserved("ann") == share
+
+            bob = Holder(budget, "bob", amount)
+            await settle()
+            assert bob.is_in and budget.get_reserved("ann") == share
+            for holder in (bob, *ann):
+                await holder.end()
+            assert budget.num_reserved == 0
+
+        threads = shares.calls, shares.heavy_calls, shares.result_readers, shares.weight_files
+        assert sum(budget.total for budget in threads) < 100, "a thread is left for authentication"
+
+    run(test)
+
+
 def test_small_bodies_never_wait() -> None:
     async def test() -> None:
-        budget = BodyBudget(MIB)
+        budget = share_bytes(MIB)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(budget.reserve("ann", 10 * MIB))
             for _ in range(1000):
@@ -100,10 +134,10 @@ def test_small_bodies_never_wait() -> None:
 
 
 def test_a_request_without_a_place_gets_a_429_that_the_sdk_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(shares, "_MAX_WAIT_S", 0.01)
 
     async def test() -> None:
-        budget = BodyBudget(MIB)
+        budget = share_bytes(MIB)
         async with budget.reserve("ann", MIB):
             with pytest.raises(ApiError, match="'ann' already hold 1048576 bytes") as error:
                 async with budget.reserve("ann", MIB):
@@ -117,7 +151,7 @@ def test_a_request_without_a_place_gets_a_429_that_the_sdk_retries(monkeypatch: 
 
 def test_a_request_that_is_cancelled_leaves_no_bytes_behind() -> None:
     async def test() -> None:
-        budget = BodyBudget(MIB)
+        budget = share_bytes(MIB)
         first = Holder(budget, "ann", MIB)
         await settle()
         waits = Holder(budget, "ann", MIB)

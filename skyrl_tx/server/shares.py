@@ -1,0 +1,204 @@
+"""Fair shares: how much of the API process the requests of one owner may use at a time.
+
+All owners share the threads, the interpreter lock and the memory of the API process. Each resource
+has an `OwnerBudget`, in which every owner has a fixed share. A request beyond the share of its
+owner waits in the queue of this owner, so the requests of other owners are not delayed. The shares
+are constants and not settings or quotas, because they only protect the process.
+"""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Self
+
+from skyrl_tx.server.errors import ApiError, Refusal
+
+_MAX_WAIT_S = 20.0
+"""How long a request may wait for its share. The SDK gives up an attempt after 60 s."""
+# The SDK retries after a 429. Its sampling client pauses first (SDK 0.38, sampling_client.py).
+_BACKPRESSURE = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+
+SMALL_BYTES = 2**16
+"""Bodies and results up to this size need no reservation of memory, so heartbeats never wait for it.
+
+The number of connections limits the memory of small bodies.
+"""
+_RESULT_BYTES = 256 * 2**20
+"""Memory for encoded results that clients have not received yet. An owner may use a quarter."""
+
+
+class OwnerBudget:
+    """An amount, such as threads or bytes, that the requests of one event loop share.
+
+    An owner can reserve at most `per_owner` of it. A request that is larger than this waits until
+    its owner holds no other reservation. A request that is larger than the whole budget waits until
+    there is no reservation at all. So every request can run eventually.
+    """
+
+    def __init__(
+        self, total: int, *, per_owner: int, unit: str, uncounted: int = 0, reason: Refusal = "calls_full"
+    ) -> None:
+        """Divide `total` among owners.
+
+        Requests of up to `uncounted` need no reservation. `unit` names the shared resource in the
+        plural, for example "threads". `reason` is the label of refusals in the metrics.
+        """
+        self.total = total
+        self._per_owner = per_owner
+        self._unit = unit
+        self._uncounted = uncounted
+        self._reason: Refusal = reason
+        self._num_reserved = 0
+        self._reserved: defaultdict[str, int] = defaultdict(int)
+        self._waiting: defaultdict[str, deque[tuple[int, asyncio.Future[None]]]] = defaultdict(deque)
+
+    @property
+    def num_reserved(self) -> int:
+        """The amount that is reserved now."""
+        return self._num_reserved
+
+    def get_reserved(self, owner: str) -> int:
+        """Return the amount that the requests of an owner have reserved now."""
+        return self._reserved.get(owner, 0)
+
+    @asynccontextmanager
+    async def reserve(self, owner: str, amount: int = 1) -> AsyncGenerator[None]:
+        """Reserve an amount inside the context.
+
+        Raises ApiError 429 if none becomes free within 20 s.
+        """
+        if amount <= self._uncounted:
+            yield
+            return
+
+        if self._waiting or not self._fits(owner, amount) or not self._has_capacity(amount):
+            await self._wait(owner, amount)
+        else:
+            self._take(owner, amount)
+
+        try:
+            yield
+        finally:
+            self._take(owner, -amount)
+            self._admit()
+
+    async def _wait(self, owner: str, amount: int) -> None:
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = amount, admitted
+        self._waiting[owner].append(entry)
+        self._admit()
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await admitted
+        except BaseException as error:
+            # Undo the reservation if the request was admitted just before the timeout.
+            if admitted.done() and not admitted.cancelled():
+                self._take(owner, -amount)
+            else:
+                self._waiting[owner].remove(entry)
+            self._admit()
+
+            if isinstance(error, TimeoutError):
+                held = self._reserved.get(owner, 0)
+                detail = f"requests of {owner!r} already hold {held} {self._unit}: send this one later"
+                raise ApiError(
+                    HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE, reason=self._reason
+                ) from error
+            raise
+
+    def _admit(self) -> None:
+        """Admit waiting requests while something is free.
+
+        The owner with the smallest reservation comes first. Requests of one owner are admitted in
+        the order of arrival.
+        """
+        for owner in [owner for owner, queue in self._waiting.items() if not queue]:
+            del self._waiting[owner]
+
+        while self._waiting:
+            # Choose the owner that holds least.
+            may_hold_more = [owner for owner, queue in self._waiting.items() if self._fits(owner, queue[0][0])]
+            if not may_hold_more:
+                return
+            owner = min(may_hold_more, key=lambda candidate: self._reserved.get(candidate, 0))
+            amount, admitted = self._waiting[owner][0]
+
+            # A large request keeps its turn, or smaller requests could delay it forever.
+            if not self._has_capacity(amount):
+                return
+
+            self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if not admitted.done():
+                self._take(owner, amount)
+                admitted.set_result(None)
+
+    def _fits(self, owner: str, amount: int) -> bool:
+        """Return whether a request fits into its owner's share."""
+        reserved = self._reserved.get(owner, 0)
+        return not reserved or reserved + amount <= self._per_owner
+
+    def _has_capacity(self, amount: int) -> bool:
+        """Return whether a request fits into the whole budget."""
+        return not self._num_reserved or self._num_reserved + amount <= self.total
+
+    def _take(self, owner: str, amount: int) -> None:
+        self._num_reserved += amount
+        self._reserved[owner] += amount
+        if not self._reserved[owner]:
+            del self._reserved[owner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """The budgets of one API process.
+
+    The budgets of threads together have fewer threads than the process, so that authentication and
+    health checks always find a free one.
+    """
+
+    calls: OwnerBudget
+    """Threads for calls that only wait for the database."""
+    heavy_calls: OwnerBudget
+    """Threads for calls that compute for long: lists, and the decoding of large bodies.
+
+    Threads that compute take turns, and each turn takes 5 ms. So with four threads of one owner, a
+    call of another owner waits up to 20 ms for each of its turns.
+    """
+    result_readers: OwnerBudget
+    """Threads that read and encode results.
+
+    If hundreds of threads did this in parallel, all results would be finished late.
+    """
+    weight_files: OwnerBudget
+    """Threads that hash weight files, or wait for an object store that may not respond."""
+    received_bodies: OwnerBudget
+    """Memory for request bodies that are being received."""
+    decoded_bodies: OwnerBudget
+    """Memory for request bodies that are being decoded and stored."""
+    result_bytes: OwnerBudget
+    """Memory for large encoded results, until the client has received them."""
+
+    @classmethod
+    def divide(cls, num_threads: int, max_body_bytes: int) -> Self:
+        """Divide the threads of a process and the memory for request bodies."""
+
+        def share_threads(total: int, per_owner: int) -> OwnerBudget:
+            return OwnerBudget(max(total, 1), per_owner=max(per_owner, 1), unit="threads")
+
+        def share_bytes(total: int, per_owner: int) -> OwnerBudget:
+            return OwnerBudget(total, per_owner=per_owner, unit="bytes", uncounted=SMALL_BYTES, reason="bodies_full")
+
+        return cls(
+            calls=share_threads(num_threads * 2 // 3, num_threads // 4),
+            heavy_calls=share_threads(8, 4),
+            result_readers=share_threads(4, 2),
+            weight_files=share_threads(8, 2),
+            received_bodies=share_bytes(max_body_bytes // 2, max_body_bytes // 4),
+            decoded_bodies=share_bytes(max_body_bytes // 2, max_body_bytes // 4),
+            result_bytes=share_bytes(_RESULT_BYTES, _RESULT_BYTES // 4),
+        )
