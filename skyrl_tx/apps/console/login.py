@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.connections import get_client_network
 from skyrl_tx.server.identity.authentication import Authenticator, Principal, SigningKey
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
@@ -111,6 +112,15 @@ class ConsoleSessions:
                 "user or read",
             )
         return principal
+
+    def name_visitor(self, request: Request) -> str:
+        """Return a name for the visitor who sent a request: the key in the cookie, or the network.
+
+        Reads no database, so the key may have ended.
+        """
+        key_id = self._read_claims(request.cookies.get(self._get_cookie_name(request), "")).get("key_id")
+        address = "" if request.client is None else request.client.host
+        return get_client_network(address) if key_id is None else f"key {key_id}"
 
     def find_visitor(self, request: Request) -> Visitor | None:
         """Return the visitor who sent a request, or None if the visitor has to log in."""

@@ -28,6 +28,7 @@ from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
+from skyrl_tx.server.shares import OwnerBudget
 from skyrl_tx.server.submission.validation import check_text, quote_value
 from skyrl_tx.store import audit
 from skyrl_tx.store.errors import StoreError, ValueRefused
@@ -48,7 +49,10 @@ TABLES: tuple[PageTable, ...] = (
 )
 """The pages of all modules, in the order of the menu."""
 _THREADS = 4
-"""Number of threads that render pages. They are separate from the threads of API requests."""
+"""Number of threads that render pages. They are separate from the threads of API requests.
+
+One visitor may use half of them.
+"""
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
 _DATA = "/console/data/"
@@ -103,6 +107,7 @@ class Console:
         self._context = context
         self._sessions = ConsoleSessions(context.authenticator, context.store, context.signing_key)
         self._limiter = CapacityLimiter(_THREADS)
+        self._pages = OwnerBudget(_THREADS, per_owner=_THREADS // 2, unit="pages")
         self._failed_logins = FailedLogins(context.store)
         self.static = StaticFiles.load()
         self._templates = load_templates(self.static)
@@ -179,7 +184,8 @@ class Console:
         """
         try:
             form: Form = await _read_form(request) if request.method == "POST" else {}
-            return await to_thread.run_sync(work, form, limiter=self._limiter)
+            async with self._pages.reserve(self._sessions.name_visitor(request)):
+                return await to_thread.run_sync(work, form, limiter=self._limiter)
         except ClientDisconnect:
             raise
         except Exception as error:
