@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification soak format proto release docs \
+.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak format proto release docs \
 	reference vendor aot gpu gpu-rl gpu-wheels
 
 help:  ## print this list
@@ -51,6 +51,9 @@ fuzz:  ## send generated input to routes and decoders (25 minutes)
 
 fuzz-amplification:  ## measure the cost of repetitive request bodies for the server and other clients (6 minutes)
 	python -u -W ignore -m tests.support.fuzz.amplification $(FLAGS)
+
+neighbour:  ## measure what the largest calls of one owner cost another owner (10 minutes); FLAGS="--only result"
+	python -u -W ignore -m tests.support.neighbour $(FLAGS)
 
 soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.soak --minutes 15 $(FLAGS)
