@@ -37,6 +37,7 @@ _UNUSABLE = {
     "left": "was left behind by a start with --fresh; its saved weights can be loaded",
     "expired": "was removed because its session sent no heartbeats; its saved weights can be loaded",
 }
+_DELETED = "was deleted"
 
 
 class SlotsBusy(ServerError):
@@ -172,7 +173,8 @@ class ModelCache:
         if row is None:
             raise UserError(f"model_id {model_id!r} does not exist")
         if row.status != ("creating" if creating else "ready"):
-            raise UserError(f"model_id {model_id!r} {_UNUSABLE[row.status]}")
+            why = _DELETED if row.deleted_at is not None else _UNUSABLE[row.status]
+            raise UserError(f"model_id {model_id!r} {why}")
 
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)

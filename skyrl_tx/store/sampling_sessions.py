@@ -11,9 +11,11 @@ from sqlalchemy import Float, bindparam, case, update
 from sqlalchemy import select as select_columns
 from sqlmodel import Session, col, select
 
+from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.store.database import execute, get_existing
-from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:
@@ -22,6 +24,19 @@ def create_session(tx: Session, row: SamplingSessionRow) -> bool:
         return False
     tx.add(row)
     return True
+
+
+_OPEN_SAVES = select_columns(col(RequestRow.body)).where(
+    col(RequestRow.session_id) == bindparam("session_id"),
+    col(RequestRow.kind) == "save_weights",
+    col(RequestRow.status) == "open",
+)
+
+
+def is_being_saved(tx: Session, session_id: SessionId, name: SamplingSessionId) -> bool:
+    """Return whether an open ephemeral save of the session will create this sampling session."""
+    saves = (codec.decode(body) for (body,) in execute(tx, _OPEN_SAVES, {"session_id": session_id}))
+    return any(isinstance(save, SaveWeights) and save.sampling_session_id == name for save in saves)
 
 
 def get(tx: Session, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:

@@ -179,9 +179,9 @@ def test_deleted_run_is_hidden_everywhere_and_trains_on_after_a_restore(
         listed = reader.list_training_runs(access_scope="accessible", limit=100).result().training_runs
         assert run not in {found.training_run_id for found in listed}
 
-    with pytest.raises(tinker.NotFoundError):
+    with pytest.raises(tinker.NotFoundError, match="was deleted"):
         training.save_state("t").result()
-    with pytest.raises(tinker.NotFoundError):
+    with pytest.raises(tinker.NotFoundError, match=r"its run .* was deleted"):
         sampler.sample(prompt, 1, params).result()
     assert store.write(lambda tx: models.undelete(tx, run))
     assert rest.get_training_run(run).result().last_checkpoint is not None

@@ -268,3 +268,17 @@ def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(serv
     assert translated == [old, new]
     stored = server.read_request(answer.json()["request_id"])
     assert isinstance(stored, requests.Sample) and stored.sampler == new
+
+
+def test_a_waiting_ephemeral_save_reserves_its_sampling_session(server: Server) -> None:
+    """No engine runs here, so the save stays open."""
+    session_id = server.session()
+    model_id, base = server.model(session_id), server.settings.public_model_name
+    save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 7}
+    assert server.post("save_weights_for_sampler", **save).status_code == 200
+    taken, free = (
+        server.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=number, base_model=base)
+        for number in (7, 8)
+    )
+    assert taken.status_code == 400 and "sampling_session_seq_id 7: is in use" in taken.json()["detail"]
+    assert free.status_code == 200

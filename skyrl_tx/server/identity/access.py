@@ -88,8 +88,16 @@ def find_model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a model of the caller."""
     row = models.get(tx, model_id)
     if row is None or not caller.can_act_for(models.get_owner(tx, model_id)):
-        raise not_found(f"model {quote_value(model_id)} does not exist")
+        raise _make_no_model_error(tx, caller, row, model_id)
     return row
+
+
+def _make_no_model_error(tx: Session, caller: Principal, row: ModelRow | None, model_id: ModelId) -> ApiError:
+    """Return the error for a model that does not exist, or that the caller deleted."""
+    session = None if row is None or row.deleted_at is None else sessions.find(tx, row.session_id)
+    if session is not None and caller.can_act_for(session.owner):
+        return not_found(f"model {quote_value(model_id)} was deleted; `skyrl-tx runs undelete` restores it for a while")
+    return not_found(f"model {quote_value(model_id)} does not exist")
 
 
 def can_see_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
@@ -181,7 +189,7 @@ def find_model_ref(tx: Session, caller: Principal, model_id: ModelId) -> models.
     """Find the columns of a model that are needed to queue a request."""
     ref = models.find(tx, model_id)
     if ref is None or not caller.can_act_for(ref.owner):
-        raise not_found(f"model {quote_value(model_id)} does not exist")
+        raise _make_no_model_error(tx, caller, models.get(tx, model_id), model_id)
     return ref
 
 
@@ -191,12 +199,13 @@ def find_sampling_session(
     """Find a sampling session and its owner."""
     row = sampling_sessions.get(tx, sampling_session_id)
     session = None if row is None else sessions.find(tx, row.session_id)
-    is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
-    if row is None or session is None or is_gone or not caller.can_act_for(session.owner):
+    if row is None or session is None or not caller.can_act_for(session.owner):
         raise not_found(
             f"sampling session {quote_value(sampling_session_id)} does not exist, or was removed after a long time "
             "without use; save weights to sample from with a name to keep them"
         )
+    if row.model_id is not None and models.is_deleted(tx, row.model_id):
+        raise not_found(f"sampling session {quote_value(sampling_session_id)}: its run {row.model_id} was deleted")
     return row, session.owner
 
 

@@ -35,10 +35,15 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
         access.find_open_session(tx, call.caller, session_id)
         existing = sampling_sessions.get(tx, name)
         if existing is None:
+            is_taken = sampling_sessions.is_being_saved(tx, session_id, name)
+        else:
+            weights_in_use = existing.base_model, existing.model_path
+            is_taken = existing.model_id is not None or weights_in_use != (base_model, path_text)
+        if is_taken:
+            raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
+        if existing is None:
             sampler = direct_sessions.find_sampler_id(tx, call.caller, path)
             direct_sessions.insert_sampling_session(tx, call.caller, session_id, name, base_model, path_text, sampler)
-        elif existing.model_id is not None or (existing.base_model, existing.model_path) != (base_model, path_text):
-            raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
 
     call.store.write(work)
     return {"type": "create_sampling_session", "sampling_session_id": name}

@@ -144,6 +144,21 @@ def test_deleted_run_is_discarded_after_the_time_to_undo(tmp_path):
     harness.close()
 
 
+def test_requests_of_a_deleted_run_are_told_so(quick_harness):
+    harness = quick_harness
+    model_id, created = harness.create()
+    harness.run(created)
+    waiting = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+
+    def delete(tx):  # as `purge` leaves a run that still has open requests
+        models.mark_deleted(tx, model_id, time.time())
+        models.set_status(tx, model_id, "expired")
+
+    harness.api.write(delete)
+    harness.run(waiting)
+    assert harness.result(waiting).message == f"model_id '{model_id}' was deleted"
+
+
 def test_recorded_logprobs_expire_a_day_after_their_last_use(quick_harness):
     harness = quick_harness
     drawn = {name: np.array([-1.0], np.float32) for name in ("old", "new")}
