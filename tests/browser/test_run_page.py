@@ -107,6 +107,11 @@ def test_extreme_values_are_drawn(world: ConsoleWorld, visit: Watched) -> None:
     page.get_by_label("log y").check()
     assert read_titles(page) == titles
 
+    # The charts of several runs
+    other = world.server.store.write(lambda tx: recorded_runs.add_quickstart(tx, OWNER))
+    page.goto(f"/compare?runs={run},{other}")
+    assert {"reward", *EXTREMES} <= set(read_titles(page))
+
 
 def test_axes_and_smoothing(world: ConsoleWorld, visit: Watched) -> None:
     run = world.server.store.write(lambda tx: recorded_runs.add_run(tx, OWNER, None))

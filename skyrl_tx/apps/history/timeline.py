@@ -22,7 +22,7 @@ from skyrl_tx.store import models
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import RequestRow
 
-MAX_COUNTERS = 16
+MAX_COUNTERS = 32
 """Limit on the metrics per model that become counters."""
 MAX_SLICES = 10_000
 """Limit on the requests in a trace, per source. The oldest are left out."""
