@@ -27,6 +27,8 @@ from skyrl_tx.server.submission.validation import (
 PROTOBUF = "application/x-protobuf"
 _MAX_DISCARDED_BYTES = 2**30
 _CLOSE = {"Connection": "close"}
+_REFUSED_ESCAPES = (b"\\u0000", b"\\ud", b"\\uD")
+"""JSON without these escapes has neither zero characters nor halves of surrogate pairs."""
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 MessageT = TypeVar("MessageT", bound=Message)
@@ -171,8 +173,8 @@ class Body:
         check_json(data, self.max_parts)
         try:
             value: object = _parse_json(data) if data else {}
-            # Only an escape can write a zero character or half of a surrogate pair.
-            problem = describe_refused_text(value) if b"\\u" in data else None
+            is_suspicious = any(escape in data for escape in _REFUSED_ESCAPES)
+            problem = describe_refused_text(value) if is_suspicious else None
         except (ValueError, RecursionError) as error:
             raise bad_request(f"body is not JSON: {error}") from error
         if not isinstance(value, dict):

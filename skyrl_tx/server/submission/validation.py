@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
 _PIECE = 2**20
 _MAX_NAME_CHARS = 100
+_NUMBERS = frozenset({int, float})
 _REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
 _REFUSED_REASON = "text must not contain U+0000 or half of a surrogate pair, which cannot be stored"
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
@@ -226,8 +227,7 @@ def _find_refused_text(value: object) -> tuple[str, str] | None:
 
     elif isinstance(value, list):
         for index, part in enumerate(cast(list[object], value)):
-            is_number = isinstance(part, int | float)
-            if not is_number and (found := _find_refused_text(part)) is not None:
+            if type(part) not in _NUMBERS and (found := _find_refused_text(part)) is not None:
                 return f"[{index}]{found[0]}", found[1]
     return None
 
