@@ -238,6 +238,9 @@ def test_scarce_memory_is_a_warning_and_too_little_for_the_weights_an_error(tiny
     monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights - 1)
     with pytest.raises(UserError, match=r"--base-model: its weights take .* End other programs, or choose"):
         host_memory.check_weights_fit(tiny.params)
+    monkeypatch.setattr(host_memory, "read_available_memory", lambda: 0)
+    with pytest.raises(UserError, match="its weights take"):
+        JaxBackend(str(tiny_directory(std=0.05)), TINY_CONFIG).start()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the memory of pages that hold zeros")
