@@ -89,10 +89,10 @@ class Compiler(Generic[Key]):
     """
 
     def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
-        """Start a thread for needed programs, and `num_threads` slower ones for all programs.
+        """Make a thread for needed programs, and `num_threads` slower ones for all programs.
 
-        `monitor` tells when calls compile programs on their own threads. Likely programs wait for
-        them.
+        They start with the first program. `monitor` tells when calls compile programs on their own
+        threads. Likely programs wait for them.
         """
         self.ready: dict[Key, CompiledProgram] = {}
         """The compiled programs."""
@@ -108,14 +108,13 @@ class Compiler(Generic[Key]):
         self._threads = [ServiceThread("compiler", partial(self._work, takes_likely=False))]
         for number in range(num_threads):
             self._threads.append(ServiceThread(f"compiler-{number}", self._work_at_low_priority))
-        for thread in self._threads:
-            thread.start()
+        self._is_started = False
 
     def queue_likely(self, programs: Iterable[tuple[Key, Program]]) -> None:
         """Compile programs in this order, while no needed program is waiting."""
         with self._lock:
             self._likely.extend(programs)
-            self._lock.notify_all()
+            self._notify_threads()
 
     def queue_needed(self, key: Key, program: Callable[[], Program], turn: Hashable = None) -> None:
         """Compile a program before all likely ones, after programs of the same `turn`.
@@ -130,7 +129,7 @@ class Compiler(Generic[Key]):
             if queued is not None:
                 self._likely.remove(queued)
             self._needed.setdefault(turn, deque()).append(queued or (key, program()))
-            self._lock.notify_all()
+            self._notify_threads()
 
     def wait(self, key: Key, timeout_s: float) -> bool:
         """Wait until a needed program is ready, at most `timeout_s` seconds.
@@ -176,8 +175,16 @@ class Compiler(Generic[Key]):
             self._likely.clear()
             self._needed.clear()
             self._lock.notify_all()
-        for thread in self._threads:
+        for thread in self._threads if self._is_started else ():
             thread.join()
+
+    def _notify_threads(self) -> None:
+        """Tell the threads that there is a program, and start them for the first one."""
+        self._lock.notify_all()
+        if not self._is_started and not self._is_closed:
+            self._is_started = True
+            for thread in self._threads:
+                thread.start()
 
     def _work_at_low_priority(self) -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have the same niceness

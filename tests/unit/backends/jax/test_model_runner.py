@@ -307,7 +307,7 @@ def test_sample_topk_begins_with_the_greedy_token(scheduler):
 
 
 def get_cache_shapes(tiny: TinyModel, num_pages: int) -> Cache:
-    return jax.eval_shape(lambda: models.make_empty_cache(tiny.params, tiny.config, num_pages, 4))
+    return models.describe_cache(tiny.params, tiny.config, num_pages, 4)
 
 
 def count_bytes(tree) -> int:

@@ -168,7 +168,7 @@ def test_states_count_in_the_memory_of_the_cache(tiny, monkeypatch, free_mib):
     planned = plan_sample_memory(config, tiny.params, tiny.config)
 
     def cache_bytes(num_pages: int, num_states: int) -> int:
-        shapes = jax.eval_shape(lambda: models.make_empty_cache(tiny.params, tiny.config, num_pages, num_states))
+        shapes = models.describe_cache(tiny.params, tiny.config, num_pages, num_states)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
     page, state = cache_bytes(1, 0), cache_bytes(0, 1)
