@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from skyrl_tx.process.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -18,11 +21,13 @@ if TYPE_CHECKING:
 Group = Literal["run", "weights", "administration", "diagnosis"]
 """The heading of a command in `skyrl-tx --help`."""
 
-_FIRST_FLAGS = (
-    *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
-    *("--backend", "--load-format", "--sampler", "--vllm-url", "--vllm-command", "--config", "--log-level"),
-)
-_NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
+_NO_DEFAULT = re.compile(r" \(default: (None|False|\[\])\)| \(default factory: [^)]*\)")
+_NUMBER_DEFAULT = re.compile(r"(?<=\(default: )\d+(?:\.0)?(?=\))")
+_METAVARS = {
+    **{"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "N", "float": "NUMBER"},
+    **{"list[str]": "A,B,…", "dict[str,float]": "NAME=NUMBER,…"},
+}
+"""The names of types in the help."""
 
 
 class CommandError(Exception):
@@ -64,15 +69,69 @@ class Command:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that accepts no abbreviated flags.
+    """A parser that accepts no abbreviated flags, and suggests a flag for a misspelt one.
 
     `given` is the command line that it will parse. The flags of a command may depend on it: for
     example `--backend fake` has other flags than `--backend jax`.
     """
 
+    help_groups: Mapping[str, Sequence[str]] = {}
+    """Titles and flags of groups in the help. Flags in no group keep their group and their order."""
+
     def __init__(self, given: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.given = given
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with a message about the command line."""
+        start, _, unknown = message.partition("unrecognized arguments: ")
+        if unknown and not start:
+            message += suggest(unknown.split()[0].partition("=")[0], _list_flags(self))
+        super().error(message)
+
+    def format_help(self) -> str:
+        """Return the help, with the flags in `help_groups`."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+
+        # Flags with a title first, then the groups of argparse without these flags.
+        by_flag = {flag: action for action in self._actions for flag in action.option_strings}
+        titled = {
+            title: [by_flag[flag] for flag in flags if flag in by_flag] for title, flags in self.help_groups.items()
+        }
+        moved = {id(action) for actions in titled.values() for action in actions}
+        sections: list[tuple[str | None, str | None, list[argparse.Action]]] = []
+        sections += [(title, None, actions) for title, actions in titled.items()]
+        for group in self._action_groups:
+            remaining = [action for action in group._group_actions if id(action) not in moved]
+            sections.append((group.title, group.description, remaining))
+
+        for title, description, actions in sections:
+            formatter.start_section(title)
+            formatter.add_text(description)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" for a misspelt name, empty if no known name is similar."""
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
+
+def _list_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags of a parser and of its actions, for example of `keys create`."""
+    flags: list[str] = []
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            flags += action.option_strings
+        if isinstance(action.choices, Mapping):  # the actions of a command
+            parsers: Mapping[str, argparse.ArgumentParser] = action.choices
+            flags += [flag for inner in parsers.values() for flag in _list_flags(inner)]
+    return flags
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -81,16 +140,24 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=42, width=120)
 
-    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Put the most used flags first. All other flags keep the order of their declaration."""
-        rank = {flag: index for index, flag in enumerate(_FIRST_FLAGS)}
-        super().add_arguments(
-            sorted(actions, key=lambda action: rank.get(next(iter(action.option_strings), ""), len(rank)))
-        )
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not action.help:
+            return action.help
         # Remove "(default: None)": the description of such a flag says what happens without it.
-        return _NO_DEFAULT.sub("", action.help) if action.help else action.help
+        text = _NO_DEFAULT.sub("", action.help)
+        flag = next(iter(action.option_strings), "")
+        if flag.endswith("-bytes"):
+            return _NUMBER_DEFAULT.sub(lambda match: format_bytes(int(match[0])), text)
+        if flag.endswith("-s"):
+            return _NUMBER_DEFAULT.sub(lambda match: format_seconds(float(match[0])), text)
+        return text
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        flag, metavar = next(iter(action.option_strings), ""), action.metavar
+        if isinstance(metavar, str) and metavar in _METAVARS:
+            unit = "SIZE" if flag.endswith("-bytes") else "TIME" if flag.endswith("-s") else _METAVARS[metavar]
+            return lambda size: (unit,) * size
+        return super()._metavar_formatter(action, default_metavar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

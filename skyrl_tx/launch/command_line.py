@@ -4,7 +4,6 @@ import argparse
 import getpass
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import make_line
+from skyrl_tx.process.units import format_bytes, parse_seconds
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
@@ -47,10 +47,10 @@ def parse_duration_s(text: str) -> float:
 
     Raises ArgumentTypeError if the text is no duration.
     """
-    match = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
-    if match is None:
+    seconds = parse_seconds(text)
+    if seconds is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, or have a unit: 45s, 90m, 12h, 30d")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
+    return seconds
 
 
 def add_since(parser: argparse.ArgumentParser, days: int) -> None:
@@ -181,16 +181,6 @@ def get_os_user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Format a size, for example `1.5 GiB`."""
-    size, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 class Progress:

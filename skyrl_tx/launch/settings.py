@@ -26,12 +26,13 @@ from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineFlags, EngineSettings
-from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command import CommandError, suggest
 from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, list_launchers
 from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.paths import get_home
 from skyrl_tx.process.setup import LogFormat, LogLevel
+from skyrl_tx.process.units import parse_bytes, parse_seconds
 from skyrl_tx.server.settings import ApiFlags, ApiSettings
 
 DEFAULT_BACKEND = "jax"
@@ -264,7 +265,7 @@ def make_settings_class(
         @model_validator(mode="before")
         @classmethod
         def _complete_parts(cls, values: dict[str, Any]) -> dict[str, Any]:
-            values, removed = drop_values(values, partial(has_setting, cls))
+            values, removed = drop_values(convert_units(values), partial(has_setting, cls))
             on_removed(removed)
             return values | {
                 "backend_config": _merge_backend_values(spec, values, shorts),
@@ -303,6 +304,23 @@ def make_settings_class(
         **aliases,
     )
     return composed
+
+
+def convert_units(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert sizes and durations with a unit, for example `64M` of `max_request_bytes`.
+
+    The names of sizes end with `_bytes`, and the names of durations with `_s`. Other text is left
+    as it is, and pydantic reports it.
+    """
+    converted: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            converted[name] = convert_units(cast(Mapping[str, Any], value))
+            continue
+        parse = parse_bytes if name.endswith("_bytes") else parse_seconds if name.endswith("_s") else None
+        number = parse(value) if parse is not None and isinstance(value, str) else None
+        converted[name] = value if number is None else number
+    return converted
 
 
 def has_setting(settings: type[BaseModel], name: str) -> bool:
@@ -393,7 +411,7 @@ def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseMo
         if is_removed(key):
             removed.append(key)
         elif key not in known:
-            raise SettingsError(f"environment variable {name}: there is no setting {key!r}")
+            raise SettingsError(f"environment variable {name}: there is no setting {key!r}{suggest(key, known)}")
     return removed
 
 

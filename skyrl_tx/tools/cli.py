@@ -14,7 +14,7 @@ from typing import get_args
 
 from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
+from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group, suggest
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import make_line
 
@@ -134,10 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _ARGCOMPLETE in os.environ:
         _complete(os.environ.get("COMP_LINE", "").split()[1:])
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["help"]:
         print(_format_help(), end="")
         return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if arguments[0] == "help" and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
+    if arguments[0] in ("-V", "--version", "version"):
         print(f"skyrl-tx {__version__}")
         return 0
 
@@ -147,7 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"skyrl-tx: use `{' '.join(new)}` instead of `{name}`, which release 0.4 removes", file=sys.stderr)
         name, rest = new[0], [*new[1:], *rest]
     if name not in COMMANDS:
-        print(f"skyrl-tx: unknown command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = suggest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        print(f"skyrl-tx: unknown command {name!r}{hint}", file=sys.stderr)
         return 2
     return _run(COMMANDS[name], rest)
 

@@ -21,8 +21,8 @@ from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.compose import APP_SETTINGS, APPS
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command import CommandError, CommandParser
-from skyrl_tx.launch.removed_settings import accept_removed_flags, describe_removed
+from skyrl_tx.launch.command import CommandError, CommandParser, suggest
+from skyrl_tx.launch.removed_settings import accept_removed_flags, describe_removed, is_removed
 from skyrl_tx.launch.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -43,7 +43,36 @@ from skyrl_tx.tools.quickstart.model import TINY_MODELS, write_tiny_model
 S = TypeVar("S", bound=BaseSettings)
 
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
+HELP_GROUPS = {
+    "common options": (
+        *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir", "--config"),
+        *("--backend", "--load-format", "--sampler", "--log-level"),
+    ),
+    "clients": (
+        *("--served-model-aliases", "--tokenizer-id", "--chat-template", "--tool-parser", "--max-request-bytes"),
+        *("--share-prefix-cache", "--no-custom-losses", "--no-console", "--keep-samples"),
+    ),
+    "network": (
+        *("--public-url", "--ssl-certfile", "--ssl-keyfile", "--allowed-hosts", "--trusted-proxies"),
+        "--redirect-downloads",
+    ),
+    "storage": (
+        *("--database-url", "--artifacts", "--max-artifact-cache-bytes", "--session-retention-s"),
+        *("--trash-retention-s", "--fresh"),
+    ),
+    "monitoring": (
+        *("--metrics-open", "--metrics-owners", "--metrics-port", "--metrics-host", "--log-format"),
+        *("--step-timeout-s", "--compile-timeout-s"),
+    ),
+    "multiple engines and hosts": (
+        *("--engines", "--launcher", "--hosts.size", "--hosts.rank", "--hosts.address", "--hosts.key"),
+        *("--ray.address", "--ray.resources"),
+    ),
+    "vLLM": ("--vllm-url", "--vllm-command", "--sampler-check-share", "--sampler-fallback"),
+}
+"""The groups of flags in the help of `serve`. Flags that are not listed come after these groups."""
 _EPILOG = (
+    "Sizes and times may have a unit, for example 64M, 64MiB, 90m or 30d. "
     "Every flag can also be set by an environment variable or in the YAML file that --config names. For example, "
     "--data-dir is SKYRL_TX_DATA_DIR or `data_dir: …`, and --backend-config.dtype is SKYRL_TX_BACKEND_CONFIG__DTYPE. "
     "Flags override environment variables, and environment variables override the file."
@@ -66,7 +95,8 @@ def add_engine_arguments(parser: CommandParser) -> None:
 
 
 def _add_server_arguments(parser: CommandParser, command: str) -> None:
-    parser.usage, parser.epilog = f"skyrl-tx {command} --base-model MODEL [flags]", _EPILOG
+    parser.usage, parser.epilog = f"skyrl-tx {command} MODEL [flags]", _EPILOG
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --base-model MODEL")
     make_settings = add_settings(parser)
     parser.set_defaults(run=lambda arguments: _run_server(command, make_settings(arguments)))
 
@@ -125,7 +155,13 @@ def add_settings(
         raise SettingsError(f"--sampler: {error}") from error
 
     # Add the flags of the server, the backend, the sampler and the apps.
+    parser.help_groups = HELP_GROUPS
     composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed_names.extend)
+    for name in file_values:
+        if not has_setting(composed, name) and not is_removed(name):
+            raise SettingsError(
+                f"--config {chosen.config}: there is no setting {name!r}{suggest(name, composed.model_fields)}"
+            )
     merge_fields = _add_fields(parser, composed)
     accept_removed_flags(parser, partial(has_setting, composed))
 
@@ -149,6 +185,11 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
         given = {
             name: value for name, value in vars(arguments).items() if name.partition(".")[0] in settings.model_fields
         }
+        model = getattr(arguments, "model", None)
+        if model is not None:
+            if given.get("base_model", model) != model:
+                raise SettingsError(f"MODEL {model}: --base-model {given['base_model']} names another model")
+            given["base_model"] = model
         try:
             # The type stubs of pydantic-settings declare no arguments here, but the source accepts them.
             return settings(_cli_settings_source=source(parsed_args=given))  # type: ignore[call-arg]

@@ -18,12 +18,12 @@ from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
     finish_parser,
-    format_bytes,
     format_table,
     format_time,
     open_artifact_store,
     open_database,
 )
+from skyrl_tx.process.units import format_bytes
 from skyrl_tx.store import identity, manifests, models
 from skyrl_tx.store.database import Store
 

@@ -31,6 +31,7 @@ from skyrl_tx.launch.command_line import (
     format_time,
     open_artifact_store,
     open_database,
+    parse_duration_s,
     record_audit,
 )
 from skyrl_tx.store import audit, checkpoints, futures, identity, models
@@ -224,9 +225,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--for",
         dest="seconds",
-        type=int,
-        metavar="SECONDS",
-        help="keep the checkpoints for this long from now, for example 604800 for a week (default: forever)",
+        type=parse_duration_s,
+        metavar="TIME",
+        help="keep the checkpoints for this long from now, for example 12h or 30d (default: forever)",
     )
     finish_parser(keeping, _set_expiry)
 
@@ -303,11 +304,12 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
 
 def _set_expiry(arguments: argparse.Namespace) -> None:
     if arguments.seconds is not None and not 0 < arguments.seconds <= MAX_TTL_S:
-        raise CommandError(f"--for {arguments.seconds} must be from 1 to {MAX_TTL_S} seconds (ten years)")
-    expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
+        raise CommandError(f"--for {arguments.seconds:g}s must be from 1 to {MAX_TTL_S} seconds (ten years)")
+    ttl_s = None if arguments.seconds is None else int(arguments.seconds)
+    expires_at = None if ttl_s is None else time.time() + ttl_s
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)
-        for path in _change_all(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
+        for path in _change_all(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=ttl_s):
             print(f"{path} {'never expires' if expires_at is None else f'expires at {format_time(expires_at)}'}")
 
 

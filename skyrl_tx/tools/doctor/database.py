@@ -13,8 +13,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.process.units import format_bytes
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME

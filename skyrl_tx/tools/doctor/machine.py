@@ -24,9 +24,9 @@ from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_available_memory
 from skyrl_tx.process.setup import OPEN_FILES
+from skyrl_tx.process.units import format_bytes
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 OLDEST_SDK = "0.16.1"

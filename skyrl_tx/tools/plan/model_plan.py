@@ -16,8 +16,8 @@ from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, make_abstract_layout, plan_start
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.models.flops import count_frozen_macs
+from skyrl_tx.process.units import format_bytes
 from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
 from skyrl_tx.tools.plan.meshes import (
     WEIGHT_SHARE,

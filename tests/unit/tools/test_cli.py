@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from skyrl_tx import __version__
 from skyrl_tx.launch.command import CommandParser
 from skyrl_tx.launch.settings import SettingsError, get_default_data_dir
 from skyrl_tx.tools.cli import COMMANDS, main
-from skyrl_tx.tools.serve import read_settings, resolve_tiny_model
+from skyrl_tx.tools.serve import HELP_GROUPS, add_settings, read_settings, resolve_tiny_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -115,7 +116,7 @@ def test_no_auth_allows_any_address() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1\n", "--prot: there is no such setting"),
+        ("prot: 1\n", "server.yaml: there is no setting 'prot'; did you mean port?"),
         ("backend_config: {vocab: 1}\n", "--backend-config.vocab"),
         ("- a\n", "must be a mapping"),
         ("a: [\n", "not YAML"),
@@ -212,3 +213,47 @@ def test_quickstart_names_its_extra(package: str) -> None:
     assert done.stderr == (
         f"skyrl-tx quickstart: {package} is not installed: pip install 'skyrl-tx-server[quickstart]'\n"
     )
+
+
+def test_a_model_may_be_given_without_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("skyrl_tx.tools.serve._run_server", lambda _, settings: served.append(settings.base_model))
+    assert main(["serve", "Qwen/Qwen3-0.6B", "--backend", "fake"]) == 0
+    assert main(["serve", "a", "--base-model", "a", "--backend", "fake"]) == 0
+    assert served == ["Qwen/Qwen3-0.6B", "a"]
+    assert main(["serve", "a", "--base-model", "b", "--backend", "fake"]) == 2
+    assert "MODEL a: --base-model b names another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["srve"], "unknown command 'srve'; did you mean serve?"),
+        (["serve", "--backend", "fake", "--prot", "80"], "did you mean --port?"),
+        (["keys", "create", "ann", "--admn"], "did you mean --admin?"),
+    ],
+)
+def test_misspelt_words_get_a_suggestion(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        assert main(words) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_help_of_serve_is_grouped_and_has_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["serve", "--backend", "fake", "--help"], ["help", "serve"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        shown = capsys.readouterr().out
+        titles = re.findall(r"^(\w[\w -]*):$", shown, re.MULTILINE)
+        assert titles[:3] == ["common options", "clients", "network"] and "options" not in titles
+        assert "--max-request-bytes SIZE" in shown and "(default: 256.0 MiB)" in shown and "(default: 7d)" in shown
+        assert not re.search(r"SecretStr|list\[|default: (None|False|\[\])", shown)
+
+
+def test_every_flag_in_a_group_of_the_help_exists() -> None:
+    parser = CommandParser(["--sampler", "vllm"])
+    add_settings(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert [flag for flags in HELP_GROUPS.values() for flag in flags if flag not in known] == []

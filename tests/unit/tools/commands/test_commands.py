@@ -98,7 +98,7 @@ def test_list_runs_as_table_and_json(data_dir, runs, capsys) -> None:
     status, out, _ = skyrl_tx(capsys, "runs", "list", "--data-dir", data_dir)
     assert status == 0
     head, *rows = out.splitlines()
-    assert head.split()[:3] == ["RUN", "BASE", "MODEL"] and {row.split()[0] for row in rows} == set(runs)
+    assert head.split()[:3] == ["RUN", "NAME", "BASE"] and {row.split()[0] for row in rows} == set(runs)
     _, out, _ = skyrl_tx(capsys, "runs", "list", "--json", "--data-dir", data_dir)
     shown = {record["run"]: record for record in json.loads(out)}
     assert shown[runs[0]]["rank"] == 4 and shown[runs[0]]["checkpoints"] == 1 and shown[runs[0]]["bytes"] == 2
@@ -148,7 +148,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
     for seconds in ("0", "100000000000000"):  # outside the range of datetime
         status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
-        assert status == 1 and f"--for {seconds} must be from 1 to" in err
+        assert status == 1 and f"--for {float(seconds):g}s must be from 1 to" in err
     assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
     assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
     assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
