@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int | None:
 
 def parse_seconds(text: str) -> float | None:
     """Return the seconds of a duration, for example 45s, 90m, 12h, 30d or 3600; None if it is no duration."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([smhd]?)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([smhd]?)", text.strip())
     return None if match is None else float(match[1]) * _SECONDS[match[2]]
 
 
