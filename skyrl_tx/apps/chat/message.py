@@ -14,6 +14,8 @@ from skyrl_tx.apps.chat.text import count_possible_start
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_MAX_DEPTH = 100
+"""How deep the lists and objects of a tool call may be nested."""
 ParserName = Literal["hermes", "llama3", "none"]
 
 
@@ -200,19 +202,37 @@ def _read_call(text: str, key: str) -> ToolCall | None:
     """
     try:
         value: object = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return _check_call(value, key)
 
 
 def _check_call(value: object, *keys: str) -> ToolCall | None:
-    if not isinstance(value, dict):
+    """Return a tool call, or None for other values, and for arguments that responses cannot contain.
+
+    These are NaN, lone surrogates, and values that are nested deeper than JSON parsers accept.
+    """
+    if not isinstance(value, dict) or not _is_flat(value):
         return None
     call = cast(dict[str, object], value)
     arguments = next((call[key] for key in keys if key in call), dict[str, object]())
     if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{call['name']}{text}".encode()  # raises UnicodeEncodeError for a lone surrogate
+    except ValueError:
+        return None
+    return ToolCall(str(call["name"]), text)
+
+
+def _is_flat(value: object) -> bool:
+    """Return whether lists and objects are nested at most `_MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        objects = [part.values() for part in level if isinstance(part, dict)]
+        level = [inner for part in (*objects, *(part for part in level if isinstance(part, list))) for inner in part]
+    return not level
 
 
 class Llama3Parser:
@@ -254,7 +274,7 @@ def _read_llama_calls(text: str) -> list[ToolCall]:
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         call = _check_call(value, "parameters", "arguments")
         if call is None:

@@ -2,7 +2,9 @@
 
 import json
 from itertools import pairwise
+from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,3 +119,35 @@ def test_calls_of_llama3_are_found(text: str, cuts: list[int]) -> None:
 )
 def test_parser_follows_from_the_template(template: str, name: str) -> None:
     assert choose_parser(template) == name
+
+
+HOSTILE_ARGUMENTS = {
+    "nested lists": '{"a": ' + "[" * 500 + "]" * 500 + "}",
+    "nested too deep for the parser": '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+    "brackets": '{"a": ' + "[" * 5000,
+    "lone surrogate": '{"a": "\\ud83d"}',
+    "lone surrogate in a name": '{"\\udc00": 1}',
+    "NaN": '{"a": NaN}',
+    "infinity": '{"a": -Infinity}',
+    "number above the range": '{"a": 1e999}',
+}
+
+
+@pytest.mark.parametrize("arguments", HOSTILE_ARGUMENTS.values(), ids=HOSTILE_ARGUMENTS)
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_arguments_that_no_response_can_contain_are_text(form: Literal["hermes", "llama3"], arguments: str) -> None:
+    written = f'{{"name": "find", "arguments": {arguments}}}'
+    if form == "hermes":
+        written = f"<tool_call>{written}</tool_call>"
+    parser = MessageParser(None, form)
+    parts = parser.feed(written, is_last=True)
+    assert not parser.has_calls
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    assert text == written and json.loads(msgspec.json.encode(text)) == written
+
+
+def test_nested_arguments_are_a_call() -> None:
+    arguments = '{"a": ' + "[" * 90 + "1" + "]" * 90 + "}"
+    parser = MessageParser(None, "llama3")
+    (call,) = parser.feed(f'{{"name": "find", "arguments": {arguments}}}', is_last=True)
+    assert isinstance(call, ToolCall) and json.loads(call.arguments) == json.loads(arguments)
