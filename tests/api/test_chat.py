@@ -271,6 +271,12 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         HTTPStatus.BAD_REQUEST,
         f"tokens > {CONTEXT} maximum",
     ),
+    "log-probabilities": (
+        COMPLETIONS,
+        {"prompt": "a", "n": 4096, "max_tokens": 100, "logprobs": 2},
+        HTTPStatus.BAD_REQUEST,
+        "logprobs: the response could have 1228800 log-probabilities",
+    ),
     "vocabulary": (COMPLETIONS, {"prompt": [10**6]}, HTTPStatus.BAD_REQUEST, "token 1000000 is outside"),
     "embeddings": ("/v1/embeddings", {}, HTTPStatus.NOT_FOUND, "/v1/chat/completions"),
     "batches": ("/anthropic/api/v1/messages/batches", {}, HTTPStatus.NOT_FOUND, "not offered"),

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fuzz.amplification import SMALL_BYTES, Attack, Target, iterate_attacks, running_target
+from tests.support.fuzz.amplification import (
+    SMALL_BYTES,
+    TEXT_ROUTES,
+    TEXTS,
+    Attack,
+    Target,
+    iterate_attacks,
+    running_target,
+)
 
 PLACES = {
     "/api/v1/create_session": ("an unknown field", "user_metadata by name"),
@@ -28,16 +36,21 @@ def is_chosen(attack: Attack) -> bool:
     place, _, rest = attack.name.partition(": ")
     if not rest:
         return True  # protobuf
+    if place.startswith("text for "):
+        return True
     return place in PLACES.get(attack.path, ()) and rest.partition(" (")[0] in FILLS
 
 
 def test_no_body_takes_much_more_memory_than_its_size(target: Target) -> None:
     chosen = [attack for attack in iterate_attacks(target) if is_chosen(attack)]
-    assert len(chosen) == 2 * len(FILLS) * sum(map(len, PLACES.values())) + 15
+    num_texts = len(TEXT_ROUTES) * len(TEXTS)
+    assert len(chosen) == 2 * len(FILLS) * sum(map(len, PLACES.values())) + 15 + num_texts
     costs = {attack.name: target.cost(attack) for attack in chosen}
     assert {name: cost for name, cost in costs.items() if cost.is_excessive} == {}
     assert any(cost.num_bytes < SMALL_BYTES for cost in costs.values())
     assert {200, 413} <= {cost.status for cost in costs.values()}, "some are stored, some are refused"
+    texts = {cost.status for name, cost in costs.items() if name.startswith("text for ")}
+    assert texts == {400}, "too long for the context"
 
 
 def test_nothing_is_kept_of_a_body_without_a_key(target: Target) -> None:

@@ -21,7 +21,8 @@ from skyrl_tx.apps.chat.reply import (
     serve,
 )
 from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong, add_stop_token
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
+from skyrl_tx.apps.chat.text import ContextTooLong
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
@@ -39,7 +40,7 @@ async def count_tokens(request: Request) -> Response:
     def count(call: ApiCall) -> int:
         parsed = schemas.parse_request(call, CountTokensRequest)
         find_weights(call, parsed.model)  # raises ApiError 404 if the model does not exist
-        return len(_render(service, call, parsed).tokens)
+        return len(_render(service, parsed).tokens)
 
     _, number = await read_request(request, count)
     return make_json_response({"input_tokens": number})
@@ -54,7 +55,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     for name in ("container", "mcp_servers"):
         require(not getattr(request, name), f"{name}: is not supported", field=name)
     weights = find_weights(call, request.model)
-    prompt = _render(service, call, request)
+    prompt = _render(service, request)
 
     # Lower `max_tokens` to the remaining context. Clients often send the limit of a hosted model.
     limit = service.limits.max_context_length
@@ -85,7 +86,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     return _Message(request.model, prompt, prepared)
 
 
-def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) -> ChatPrompt:
+def _render(service: ChatService, request: CountTokensRequest) -> ChatPrompt:
     """Render the prompt of a conversation.
 
     Raises UserError if the request needs something that is not supported.
@@ -121,8 +122,7 @@ def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) ->
     )
 
     return prompts.render_prompt(
-        service.text,
-        call.settings,
+        service,
         converted,
         prompts.convert_anthropic_tools(request.tools or []) if may_call else [],
         add_generation_prompt=not continues,

@@ -7,7 +7,6 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
-from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, ToolCall
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
@@ -50,8 +49,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
 
     messages = request.messages
     prompt = prompts.render_prompt(
-        service.text,
-        call.settings,
+        service,
         [prompts.convert_openai_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         [tool.original for tool in request.tools or []] if request.tool_choice != "none" else [],
         add_generation_prompt=generates,
@@ -74,6 +72,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     )
 
     service.check_length(len(prompt.tokens), params.max_tokens)
+    service.check_num_logprobs([prepared], are_returned=bool(request.logprobs))
     return _ChatCompletion(service, request, prompt, prepared)
 
 
@@ -139,7 +138,8 @@ class _Choice:
     parser: MessageParser
     parts: list[Part] = field(default_factory=list[Part])
     tokens: list[int] = field(default_factory=list[int])
-    scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    scored: list[Delta] = field(default_factory=list[Delta])
+    """The deltas whose log-probabilities the response has."""
     finish_reason: str | None = None
     num_calls: int = 0
     """How many tool calls the stream has sent."""
@@ -183,7 +183,7 @@ class _ChatCompletion(OpenAiReply):
         choice.parts += choice.read(delta)
         choice.tokens += delta.token_ids.tolist()
         if self._request.logprobs:
-            choice.scored += logprobs.score_delta(delta, self._top)
+            choice.scored.append(delta)
 
     def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
@@ -212,8 +212,9 @@ class _ChatCompletion(OpenAiReply):
             for index, choice in enumerate(self._choices)
         ]
 
-    def _describe_logprobs(self, scored: list[TokenLogprob]) -> JsonObject:
-        return {"content": logprobs.describe_chat(self._text, scored, with_top=self._top > 0), "refusal": None}
+    def _describe_logprobs(self, deltas: Sequence[Delta]) -> JsonObject:
+        slices = logprobs.score_deltas(deltas, self._top)
+        return {"content": logprobs.describe_chat(self._text, slices, with_top=self._top > 0), "refusal": None}
 
     def make_first_events(self) -> Iterator[JsonObject]:
         """Yield an empty message of the assistant for each choice."""
@@ -253,7 +254,7 @@ class _ChatCompletion(OpenAiReply):
         """
         described: JsonObject = {}
         if self._request.logprobs and len(delta.token_ids):
-            described["logprobs"] = self._describe_logprobs(logprobs.score_delta(delta, self._top))
+            described["logprobs"] = self._describe_logprobs([delta])
         if self._request.return_token_ids:
             described["token_ids"] = delta.token_ids.tolist()
         return described

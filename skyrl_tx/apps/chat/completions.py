@@ -83,6 +83,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
 
     for prepared in requests:
         service.check_length(len(prepared.prompt), params.max_tokens)
+    service.check_num_logprobs(requests, are_returned=request.logprobs is not None)
     return _Completion(service, request, prompts, requests, drops_tokens=max_tokens == 0)
 
 
@@ -110,7 +111,7 @@ def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Pro
     prompts: list[_Prompt] = []
     for prompt in listed:
         if isinstance(prompt, str):
-            tokens = service.text.encode(prompt, add_special=request.add_special_tokens is not False)
+            tokens = service.encode(prompt, add_special=request.add_special_tokens is not False)
             prompts.append(_Prompt(prompt, tokens))
         else:
             is_valid = all(0 <= token < 2**31 for token in prompt)
@@ -127,7 +128,8 @@ class _Choice:
     logprobs: logprobs.CompletionLogprobs | None
     text: str = ""
     tokens: list[int] = field(default_factory=list[int])
-    scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    scored: list[Delta] = field(default_factory=list[Delta])
+    """The deltas whose log-probabilities were not sent yet."""
     finish_reason: str | None = None
     is_started: bool = False
     """True once the stream has sent an event of this choice."""
@@ -159,9 +161,14 @@ class _Completion(OpenAiReply):
         self._prompts = prompts
         self._num_samples = requests[0].num_samples
         self._drops_tokens = drops_tokens
+
         self._top = request.logprobs or 0
         self._choices = [
-            _Choice(None if request.logprobs is None else logprobs.CompletionLogprobs(service.text))
+            _Choice(
+                None
+                if request.logprobs is None
+                else logprobs.CompletionLogprobs(service.text, skip_special=requests[0].skip_special)
+            )
             for _ in range(len(prompts) * self._num_samples)
         ]
         self.num_dropped = len(self._choices) if drops_tokens else 0
@@ -176,7 +183,7 @@ class _Completion(OpenAiReply):
         choice.text += delta.text
         choice.tokens += delta.token_ids.tolist()
         if choice.logprobs is not None:
-            choice.scored += logprobs.score_delta(delta, self._top)
+            choice.scored.append(delta)
 
     def make_choices(self) -> list[JsonObject]:
         """Return the choices of a response that is not streamed."""
@@ -203,27 +210,31 @@ class _Completion(OpenAiReply):
         and log-probabilities.
         """
         prompt_index, choice = index // self._num_samples, self._choices[index]
-        text, scored = choice.text, choice.scored
+        text, scored_prompt = choice.text, list[list[TokenLogprob]]()
         more: JsonObject = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
 
         if not choice.is_started:
             text = self._echo(prompt_index) + text
             if self._request.echo and choice.logprobs is not None:
-                scored = self._score_prompt(prompt_index, self._top) + scored
+                scored_prompt = [*self._score_prompt(prompt_index, self._top)]
             if (k := self._request.prompt_logprobs) is not None:
                 more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(prompt_index, k), k)
             if self._request.return_token_ids:
                 more["prompt_token_ids"] = self._prompts[prompt_index].tokens
 
+        described = None
+        if choice.logprobs is not None:
+            slices = logprobs.score_deltas(choice.scored, self._top)
+            described = choice.logprobs.describe(slices, scored_prompt, self._echo(prompt_index))
         return {
             "index": index,
             "text": text,
-            "logprobs": None if choice.logprobs is None else choice.logprobs.describe(scored),
+            "logprobs": described,
             "finish_reason": choice.finish_reason,
             **more,
         }
 
-    def _score_prompt(self, prompt_index: int, k: int) -> list[TokenLogprob]:
+    def _score_prompt(self, prompt_index: int, k: int) -> Iterator[list[TokenLogprob]]:
         return logprobs.score_prompt(
             self._prompts[prompt_index].tokens, self.generations[prompt_index].prompt_result, k
         )

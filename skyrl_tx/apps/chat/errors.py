@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastapi.responses import JSONResponse, Response
 
-from skyrl_tx.apps.chat.service import ContextTooLong
+from skyrl_tx.apps.chat.text import ContextTooLong
 from skyrl_tx.contract.errors import FieldError, RequestError
 from skyrl_tx.server.errors import ApiError
 

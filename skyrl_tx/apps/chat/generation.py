@@ -11,8 +11,9 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
@@ -35,8 +36,11 @@ from skyrl_tx.store.database import Store
 _PAGE_SIZE = 1000
 _POLL_INTERVAL_S = 20.0
 """A generation reads the database at least this often, in case a notification was lost."""
+_MAX_INLINE = 512
+"""How many tokens and top tokens the event loop may process at once."""
 CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
 _RETRY_HEADERS = {"Retry-After": "5"}
+T = TypeVar("T")
 
 
 class Stream:
@@ -103,9 +107,9 @@ class PartialStreams:
             page = self._store.read(lambda tx: completions.list_partials(tx, self._position, _PAGE_SIZE))
             is_full = len(page) == _PAGE_SIZE
             new: dict[RequestId, list[Partial]] = {}
-            for position, partial in page:
+            for position, written in page:
                 self._position = position
-                new.setdefault(partial.request_id, []).append(partial)
+                new.setdefault(written.request_id, []).append(written)
 
             with self._lock:
                 due = [(self._open[request_id], rows) for request_id, rows in new.items() if request_id in self._open]
@@ -137,6 +141,22 @@ class Delta:
     topk: TopK | None
     text: str
     finish: Finish | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of log-probabilities."""
+        return len(self.token_ids) * (1 if self.topk is None else 1 + self.topk.token_ids.shape[1])
+
+
+async def run_off_loop(work: Callable[[], T], size: int) -> T:
+    """Run `work` in a thread if it processes many tokens, else on the event loop.
+
+    In both cases, other tasks of the event loop can run before the next call.
+    """
+    if size > _MAX_INLINE:
+        return await run_in_threadpool(work)
+    await asyncio.sleep(0)
+    return work()
 
 
 class _Sample:
@@ -209,18 +229,18 @@ class Generation:
                 await self._wait()
 
                 # Tokens that the engine wrote while the request runs
-                for partial in [] if self._stream is None else self._stream.take():
-                    known = self._samples[partial.sample_index].count_known(partial.start, partial.tokens)
-                    if known is not None and known < len(partial.tokens):
+                for written in [] if self._stream is None else self._stream.take():
+                    known = self._samples[written.sample_index].count_known(written.start, written.tokens)
+                    if known is not None and known < len(written.tokens):
                         yield self._make_delta(
-                            partial.sample_index, partial.tokens, partial.logprobs, partial.topk, first=known
+                            written.sample_index, written.tokens, written.logprobs, written.topk, first=known
                         )
 
                 # The result
                 if self._completed.done() or time.monotonic() >= self._poll_at:
                     output = await self._read_output()
                     for index, sequence in enumerate([] if output is None else output.sequences):
-                        yield self._finish(index, sequence)
+                        yield await run_off_loop(partial(self._finish, index, sequence), len(sequence.tokens))
         finally:
             self.close()
 
@@ -272,8 +292,13 @@ class Generation:
         down.
         """
         store, owner = self._context.store, self._caller.owner
+
+        def read() -> tuple[futures.FutureState, object]:
+            state = store.read(lambda tx: futures.get_state(tx, self.request_id, owner))
+            return state, None if state.result is None else codec.decode(state.result)
+
         async with self._context.shares.result_readers.reserve(owner):
-            state = await run_in_threadpool(store.read, lambda tx: futures.get_state(tx, self.request_id, owner))
+            state, result = await run_in_threadpool(read)
 
         # No result yet
         if state.status == "open":
@@ -287,12 +312,11 @@ class Generation:
         # needs no stream.
         self._is_over = True
         self._resources.close()
-        if state.result is None:
+        if result is None:
             raise ApiError(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
                 f"the result of request {self.request_id} was deleted or is damaged; send the request again",
             )
-        result = codec.decode(state.result)
         self._context.results.mark_fetched(self.request_id)
         if isinstance(result, Failure):
             is_user = result.category is ErrorCategory.USER

@@ -4,16 +4,22 @@ The numbers are the backend's float32 values, unrounded.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
+import numpy as np
+
 from skyrl_tx.apps.chat.generation import Delta
-from skyrl_tx.apps.chat.text import ModelText
+from skyrl_tx.apps.chat.text import Detokenizer, ModelText
+from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.results import PromptResult, TopK
 
 _LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
+_SLICE = 256
+"""How many tokens are described and encoded at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +38,68 @@ class TokenLogprob:
 
 def score_delta(delta: Delta, k: int) -> list[TokenLogprob]:
     """Return the tokens of a delta, with log-probabilities and the top `k` at each position."""
-    return _combine(delta.token_ids.tolist(), delta.logprobs.tolist(), delta.topk, k)
+    return [token for part in score_deltas([delta], k) for token in part]
 
 
-def score_prompt(tokens: Sequence[int], result: PromptResult, k: int) -> list[TokenLogprob]:
-    """Return the tokens of a prompt with their log-probabilities. The first token has none."""
+def score_deltas(deltas: Sequence[Delta], k: int) -> Iterator[list[TokenLogprob]]:
+    """Yield the tokens of deltas in slices, see `score_delta`."""
+    for delta in deltas:
+        yield from _iterate_slices(delta.token_ids, delta.logprobs, delta.topk, k)
+
+
+def score_prompt(tokens: Sequence[int], result: PromptResult, k: int) -> Iterator[list[TokenLogprob]]:
+    """Yield the tokens of a prompt in slices, with log-probabilities. The first token has none."""
     assert result.logprobs is not None
-    return _combine(list(tokens), cast(list[float], result.logprobs.tolist()), result.topk, k)
+    yield from _iterate_slices(np.asarray(tokens, np.int32), result.logprobs, result.topk, k)
 
 
-def _combine(tokens: list[int], logprobs: list[float], topk: TopK | None, k: int) -> list[TokenLogprob]:
-    ids = cast(list[list[int]], [[]] * len(tokens) if topk is None else topk.token_ids[:, :k].tolist())
-    values = cast(list[list[float]], [[]] * len(tokens) if topk is None else topk.logprobs[:, :k].tolist())
+def _iterate_slices(
+    tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, k: int
+) -> Iterator[list[TokenLogprob]]:
+    """Yield tokens in slices, because a token with its top tokens takes kilobytes as Python objects."""
+    for start in range(0, len(tokens), _SLICE):
+        part = slice(start, start + _SLICE)
+        ids = [] if topk is None else cast(list[list[int]], topk.token_ids[part, :k].tolist())
+        values = [] if topk is None else cast(list[list[float]], topk.logprobs[part, :k].tolist())
+        yield _combine(tokens[part].tolist(), logprobs[part].tolist(), ids, values)
+
+
+def _combine(
+    tokens: list[int], logprobs: list[float], ids: list[list[int]], values: list[list[float]]
+) -> list[TokenLogprob]:
+    empty: list[list[int]] = [[]] * len(tokens)
     return [
         TokenLogprob(token, None, ())
         if math.isnan(logprob)
         else TokenLogprob(token, max(logprob, _LOWEST), [*_include_own(token, max(logprob, _LOWEST), top, numbers)])
-        for token, logprob, top, numbers in zip(tokens, logprobs, ids, values, strict=True)
+        for token, logprob, top, numbers in zip(tokens, logprobs, ids or empty, values or empty, strict=True)
     ]
 
 
-def _include_own(token: int, logprob: float, top: list[int], numbers: list[float]) -> Iterator[tuple[int, float]]:
+def _include_own(
+    token: int, logprob: float, top: Sequence[int], numbers: Sequence[float]
+) -> Iterator[tuple[int, float]]:
     """Yield the top tokens. The sampled token is added at the end if it is not among them."""
     for other, number in zip(top, numbers, strict=True):
         yield other, logprob if other == token else max(number, _LOWEST)
     if token not in top:
         yield token, logprob
+
+
+class _JsonList:
+    """A JSON list that is encoded in parts, so that no step takes long and only the bytes stay."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def extend(self, values: Sequence[object]) -> None:
+        """Append values."""
+        if values:
+            self._parts.append(msgspec.json.encode(values)[1:-1])
+
+    def finish(self) -> msgspec.Raw:
+        """Return the list."""
+        return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
 
 
 class CompletionLogprobs:
@@ -66,24 +108,45 @@ class CompletionLogprobs:
     A stream has multiple objects per choice.
     """
 
-    def __init__(self, text: ModelText, offset: int = 0) -> None:
-        """`offset` is the index in the choice's text where the first token begins."""
+    def __init__(self, text: ModelText, *, skip_special: bool) -> None:
+        """With `skip_special`, the choice's text has no special tokens."""
         self._text = text
-        self.offset = offset
+        self._detokenizer = Detokenizer(text, skip_special=skip_special)
+        self._offset = 0
+        """The position of the next token in the choice's text."""
 
-    def describe(self, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
-        """Return the `logprobs` object of the next tokens."""
-        texts = [self._text.decode([scored.token], skip_special=False) for scored in tokens]
-        offsets: list[int] = []
-        for text in texts:
-            offsets.append(self.offset)
-            self.offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [scored.logprob for scored in tokens],
-            "top_logprobs": [None if scored.logprob is None else self._describe_top(scored) for scored in tokens],
-            "text_offset": offsets,
-        }
+    def describe(
+        self, sampled: Iterable[list[TokenLogprob]], prompt: Iterable[list[TokenLogprob]] = (), echo: str = ""
+    ) -> dict[str, object]:
+        """Return the `logprobs` object of the next tokens.
+
+        `prompt` has the tokens of the text `echo` at the beginning of the choice's text.
+        """
+        lists = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        slices = [*prompt]
+        if slices:
+            # Tokens that the tokenizer added before the text, for example BOS, begin at its start
+            decoded = self._text.decode([scored.token for part in slices for scored in part], skip_special=False)
+            self._offset = -max(decoded.find(echo), 0)
+            self._add(lists, slices, Detokenizer(self._text, skip_special=False))
+            self._offset = len(echo)
+        self._add(lists, sampled, self._detokenizer)
+        return {name: values.finish() for name, values in lists.items()}
+
+    def _add(
+        self, lists: Mapping[str, _JsonList], slices: Iterable[list[TokenLogprob]], detokenizer: Detokenizer
+    ) -> None:
+        for part in slices:
+            offsets: list[int] = []
+            for scored in part:
+                offsets.append(max(self._offset, 0))
+                self._offset += len(detokenizer.feed([scored.token]))
+            lists["tokens"].extend([self._text.decode([scored.token], skip_special=False) for scored in part])
+            lists["token_logprobs"].extend([scored.logprob for scored in part])
+            lists["top_logprobs"].extend(
+                [None if scored.logprob is None else self._describe_top(scored) for scored in part]
+            )
+            lists["text_offset"].extend(offsets)
 
     def _describe_top(self, token: TokenLogprob) -> dict[str, float]:
         """Return the log-probabilities of the top tokens by their texts.
@@ -97,7 +160,7 @@ class CompletionLogprobs:
         return top
 
 
-def describe_chat(text: ModelText, tokens: Sequence[TokenLogprob], *, with_top: bool) -> list[dict[str, object]]:
+def describe_chat(text: ModelText, slices: Iterable[list[TokenLogprob]], *, with_top: bool) -> msgspec.Raw:
     """Return the list `logprobs.content` of a choice of a chat completion."""
 
     def describe(token: int, logprob: float | None) -> dict[str, object]:
@@ -107,29 +170,36 @@ def describe_chat(text: ModelText, tokens: Sequence[TokenLogprob], *, with_top: 
             "bytes": list(text.decode_bytes(token)),
         }
 
-    return [
-        describe(scored.token, scored.logprob)
-        | {"top_logprobs": [describe(*other) for other in scored.top] if with_top else []}
-        for scored in tokens
-    ]
+    described = _JsonList()
+    for part in slices:
+        described.extend(
+            [
+                describe(scored.token, scored.logprob)
+                | {"top_logprobs": [describe(*other) for other in scored.top] if with_top else []}
+                for scored in part
+            ]
+        )
+    return described.finish()
 
 
-def describe_prompt(text: ModelText, tokens: Sequence[TokenLogprob], k: int) -> list[dict[str, object] | None]:
+def describe_prompt(text: ModelText, slices: Iterable[list[TokenLogprob]], k: int) -> msgspec.Raw:
     """Return the list `prompt_logprobs` in vLLM's form.
 
     It has one object per position, with token ids as keys.
     `rank` is None for a prompt token that is not among the top `k`, because its rank is unknown.
     """
-    return [
-        None
-        if scored.logprob is None
-        else {
-            str(other): {
-                "logprob": logprob,
-                "rank": rank if rank <= k else None,
-                "decoded_token": text.decode([other], skip_special=False),
-            }
-            for rank, (other, logprob) in enumerate(scored.top, 1)
+    described = _JsonList()
+    for part in slices:
+        described.extend([None if scored.logprob is None else _describe_position(text, scored, k) for scored in part])
+    return described.finish()
+
+
+def _describe_position(text: ModelText, scored: TokenLogprob, k: int) -> dict[str, object]:
+    return {
+        str(other): {
+            "logprob": logprob,
+            "rank": rank if rank <= k else None,
+            "decoded_token": text.decode([other], skip_special=False),
         }
-        for scored in tokens
-    ]
+        for rank, (other, logprob) in enumerate(scored.top, 1)
+    }

@@ -21,9 +21,8 @@ from skyrl_tx.apps.chat.schemas import (
     ContentBlock,
     ContentPart,
 )
-from skyrl_tx.apps.chat.text import ModelText
+from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.contract.errors import FieldError
-from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value, require
 
 _TEXT_ONLY = "is not supported; this server accepts only text, tool_use, tool_result and thinking"
@@ -46,8 +45,7 @@ class ChatPrompt:
 
 
 def render_prompt(
-    text: ModelText,
-    settings: ApiSettings,
+    service: ChatService,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, object]],
     *,
@@ -60,8 +58,8 @@ def render_prompt(
     Raises UserError if the model has no tokenizer or no chat template, if the template fails, or if
     there are tools and the format of the model's tool calls is unknown.
     """
-    text.check()
-    template = text.template
+    service.text.check()
+    template = service.text.template
     prompt = template.render(
         messages,
         tools,
@@ -71,7 +69,7 @@ def render_prompt(
     )
 
     # Choose the parser for tool calls
-    configured = settings.tool_parser
+    configured = service.context.settings.tool_parser
     name = choose_parser(template.source) if configured == "auto" else configured
     require(
         not tools or name != "none",
@@ -79,7 +77,7 @@ def render_prompt(
         "the operator can set it with --tool-parser",
         field="tools",
     )
-    return ChatPrompt(prompt, text.encode(prompt, add_special=False), name if tools else "none")
+    return ChatPrompt(prompt, service.encode(prompt, add_special=False), name if tools else "none")
 
 
 def read_variables(given: Mapping[str, object] | None, fields: Iterable[tuple[str, str, object]]) -> dict[str, object]:
@@ -159,17 +157,14 @@ def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str
 def _read_arguments(text: str, where: str) -> Arguments:
     path = f"{where}.function.arguments"
     try:
-        value: object = json.loads(text or "{}", parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
+        value: object = json.loads(text or "{}")
+        # Raises ValueError for NaN, and UnicodeEncodeError for a lone surrogate
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise FieldError(f"{path} {quote_value(text)}: is not valid JSON: {error}", path) from error
     if not isinstance(value, dict):
         raise FieldError(f"{path} {quote_value(text)}: must be a JSON object", path)
     return Arguments(cast(dict[str, object], value), text or "{}")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def convert_anthropic_messages(system: Content | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -21,7 +22,7 @@ from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from skyrl_tx.apps.chat.errors import Form, describe_stream_error
-from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
+from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError
@@ -187,7 +188,7 @@ async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tup
 
 async def _complete(reply: ChatReply) -> Response:
     async for prompt_index, delta in merge_deltas(reply.generations):
-        reply.add(prompt_index, delta)
+        await run_off_loop(partial(reply.add, prompt_index, delta), delta.size)
     return await run_in_threadpool(lambda: make_json_response(reply.make_body()))
 
 
@@ -195,12 +196,16 @@ async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
     for event in reply.make_first_events():
         yield reply.encode(event)
     async for prompt_index, delta in merge_deltas(reply.generations):
-        for event in reply.make_events(prompt_index, delta):
-            yield reply.encode(event)
+        for event in await run_off_loop(partial(_encode_events, reply, prompt_index, delta), delta.size):
+            yield event
     for event in reply.make_last_events():
         yield reply.encode(event)
     if reply.end:
         yield reply.end
+
+
+def _encode_events(reply: ChatReply, prompt_index: int, delta: Delta) -> list[bytes]:
+    return [reply.encode(event) for event in reply.make_events(prompt_index, delta)]
 
 
 def _encode_error(request: Request, reply: ChatReply, error: Exception) -> bytes:

@@ -22,9 +22,8 @@ from msgspec import UNSET
 
 from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
 from skyrl_tx.apps.chat.models import Weights
-from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
+from skyrl_tx.apps.chat.text import ContextTooLong, Decoder, ModelText, SampleText
 from skyrl_tx.contract import codec, requests
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.server.context import ApiContext
@@ -40,21 +39,12 @@ from skyrl_tx.store.database import Store
 _log = logging.getLogger(__name__)
 _RETRY_HEADERS = {"Retry-After": "5"}
 _MAX_LIMITS_AGE_S = 2.0
+_MAX_CONTEXT = 2**17
+"""Limits the length of prompts until an engine has published its own limit."""
+_MAX_LOGPROBS = 2**20
+"""Upper bound on the log-probabilities in one response, which take about 80 MB as JSON."""
 _MAX_TOTAL = 4096
 """Upper bound on the samples of one API call, over all its prompts."""
-
-
-class ContextTooLong(UserError):
-    """The prompt alone, or with the requested new tokens, does not fit into the model's context."""
-
-    def __init__(self, num_prompt: int, max_tokens: int | None, limit: int) -> None:
-        requested = "" if max_tokens is None else f" and the request asks for {max_tokens} new tokens"
-        super().__init__(
-            f"this model's maximum context length is {limit} tokens, but the prompt has {num_prompt} tokens{requested}"
-            "; shorten the prompt" + ("" if max_tokens is None else " or ask for fewer tokens")
-        )
-        self.num_prompt = num_prompt
-        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +224,43 @@ class ChatService:
                 resources=stack.pop_all(),
             )
 
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Encode a prompt. Raises ContextTooLong for a text that cannot fit into the context.
+
+        This is checked first, because encoding takes a second and 150 MB per million characters.
+        """
+        limit = self.limits.max_context_length or _MAX_CONTEXT
+        num_tokens = self.text.count_min_tokens(text)
+        if num_tokens > limit:
+            raise ContextTooLong(num_tokens, None, limit, is_minimum=True)
+        return self.text.encode(text, add_special=add_special)
+
     def check_length(self, num_prompt: int, max_tokens: int | None) -> None:
         """Raise ContextTooLong if a prompt and its new tokens do not fit into the context."""
         limit = self.limits.max_context_length
         if limit is not None and num_prompt + (1 if max_tokens is None else max_tokens) > limit:
             raise ContextTooLong(num_prompt, max_tokens, limit)
+
+    def check_num_logprobs(self, chat_requests: Sequence[ChatRequest], *, are_returned: bool) -> None:
+        """Raise UserError if a response may have too many log-probabilities.
+
+        Without `are_returned`, it has no log-probabilities of sampled tokens.
+        """
+        total = 0
+        for request in chat_requests:
+            num_prompt, options = len(request.prompt), request.options
+            rest = max((self.limits.max_context_length or 0) - num_prompt, 0)
+            max_tokens = rest if request.params.max_tokens is None else request.params.max_tokens
+            if are_returned:
+                total += request.num_samples * max_tokens * (1 + options.sample_topk)
+            if options.logprobs:
+                total += request.num_samples * num_prompt * (1 + options.topk)
+        require(
+            total <= _MAX_LOGPROBS,
+            f"logprobs: the response could have {total} log-probabilities, including the most likely tokens, but may "
+            f"have at most {_MAX_LOGPROBS}; ask for fewer tokens (max_tokens), samples, or most likely tokens",
+            field="logprobs",
+        )
 
     def _submit(self, caller: Principal, request: ChatRequest, key: str, *, is_streamed: bool) -> list[SampleText]:
         """Store the request, and return the texts of its samples, which are still empty.

@@ -1,23 +1,18 @@
 """Load the tokenizer and chat template of the served model, and turn sampled tokens into text."""
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from skyrl_tx.apps.chat.template import ChatTemplate
+from skyrl_tx.apps.chat.tokenizer_files import TOKENIZER, TokenizerFiles
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_TOKENIZER = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 4
 """A decoder writes at most this many U+FFFD for the bytes of one incomplete character."""
@@ -29,56 +24,6 @@ adjacent characters until the last character is complete.
 """
 _NUM_KEPT = 16
 """After invalid bytes, this many tokens stay in the window, because they may begin a character."""
-
-
-def _find_file(model: str, name: str) -> Path | None:
-    """Find a file of a model. `model` is a directory or a Hugging Face id.
-
-    Returns None if there is no such file.
-
-    A file from the hub is read from the local cache, where the backend put the model. It is
-    downloaded only if the cache does not have the model.
-    """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        path = directory / name
-        return path if path.is_file() else None
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        return None
-    return _find_in_hub(model, name)
-
-
-def _find_in_hub(model: str, name: str) -> Path | None:
-    # Imported here because the import takes half a second
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HfHubHTTPError
-
-    cached = try_to_load_from_cache(model, name)
-    if isinstance(cached, str):
-        return Path(cached)
-    # The backend downloads all files of a model, so a file that is missing in the cache does not
-    # exist
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return None
-    try:
-        return Path(hf_hub_download(model, name))
-    except (OSError, ValueError, HfHubHTTPError):
-        return None
-
-
-def _read_config(model: str) -> dict[str, object]:
-    """Return the content of `tokenizer_config.json`, empty if there is none.
-
-    Raises UserError if it is malformed.
-    """
-    path = _find_file(model, _CONFIG)
-    if path is None:
-        return {}
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"the model's {_CONFIG} is not valid JSON: {error}") from error
-    return cast(dict[str, object], content) if isinstance(content, dict) else {}
 
 
 @cache
@@ -93,51 +38,19 @@ def _map_characters_to_bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
-def _read_special_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the special tokens by the names that chat templates use, for example "eos_token"."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        text = cast(Mapping[str, object], value).get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+class ContextTooLong(UserError):
+    """The prompt alone, or with the requested new tokens, does not fit into the model's context."""
 
-
-def _read_templates(value: object) -> dict[str, str]:
-    """Return the chat templates of a tokenizer's configuration by name.
-
-    The configuration has either one template, returned as "default", or a list of templates with
-    names.
-    """
-    if isinstance(value, str):
-        return {"default": value}
-    if not isinstance(value, list):
-        return {}
-    named = [cast(Mapping[str, object], item) for item in cast(list[object], value) if isinstance(item, dict)]
-    return {str(item["name"]): str(item["template"]) for item in named if {"name", "template"} <= item.keys()}
-
-
-def _load_template(model: str, file: Path | None) -> ChatTemplate:
-    """Load the chat template from `file`, or from the model's files if `file` is None.
-
-    Raises UserError if there is no template, or if it cannot be read.
-    """
-    config = _read_config(model)
-    path = file or _find_file(model, _TEMPLATE)
-    if path is not None:
-        try:
-            return ChatTemplate({"default": path.read_text(encoding="utf-8")}, _read_special_tokens(config))
-        except (OSError, ValueError) as error:
-            raise UserError(f"the chat template {path} cannot be read: {error}") from error
-
-    sources = _read_templates(config.get("chat_template"))
-    if "default" not in sources:
-        raise UserError(
-            "this model has no chat template; use completions instead of chat, or ask the operator to start the server "
-            "with --chat-template"
+    def __init__(self, num_prompt: int, max_tokens: int | None, limit: int, *, is_minimum: bool = False) -> None:
+        """With `is_minimum`, the prompt has at least `num_prompt` tokens."""
+        requested = "" if max_tokens is None else f" and the request asks for {max_tokens} new tokens"
+        super().__init__(
+            f"this model's maximum context length is {limit} tokens, but the prompt has "
+            f"{'at least ' if is_minimum else ''}{num_prompt} tokens{requested}; shorten the prompt"
+            + ("" if max_tokens is None else " or ask for fewer tokens")
         )
-    return ChatTemplate(sources, _read_special_tokens(config))
+        self.num_prompt = num_prompt
+        self.limit = limit
 
 
 class Decoder(Protocol):
@@ -174,22 +87,18 @@ class ModelText:
         return self._tokenizer
 
     def _load(self) -> "Tokenizer":
-        from tokenizers import Tokenizer
-
-        path = _find_file(self._model, _TOKENIZER)
-        if path is None:
+        tokenizer = self._files.load_tokenizer()
+        if tokenizer is None:
             raise UserError(
-                f"model {self._settings.public_model_name!r} has no {_TOKENIZER}, so the server cannot convert text: "
+                f"model {self._settings.public_model_name!r} has no {TOKENIZER}, so the server cannot convert text: "
                 "send token ids to the completions endpoint with return_token_ids, or ask the operator to start the "
                 "server with --tokenizer-id"
             )
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
-            raise UserError(f"the model's {_TOKENIZER} cannot be read: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         return tokenizer
+
+    @cached_property
+    def _files(self) -> TokenizerFiles:
+        return TokenizerFiles(self._model)
 
     def check(self) -> None:
         """Raise UserError if the model has no tokenizer."""
@@ -210,7 +119,7 @@ class ModelText:
         if self._template is None:
             with self._loading:
                 if self._template is None:
-                    self._template = _load_template(self._model, self._settings.chat_template)
+                    self._template = self._files.load_template(self._settings.chat_template)
         return self._template
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
@@ -218,7 +127,17 @@ class ModelText:
 
         `add_special` adds the tokenizer's special tokens, for example a BOS token.
         """
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+        # Only the methods for batches release the interpreter lock
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoding.ids)
+
+    def count_min_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, from the length of the longest token."""
+        return -(-len(text.encode()) // self._max_token_bytes)
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        return max(len(piece.encode()) for piece in self.tokenizer.get_vocab())
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens. Incomplete UTF-8 becomes U+FFFD."""
@@ -243,7 +162,7 @@ class ModelText:
     @cached_property
     def eos_token_id(self) -> int | None:
         """The EOS token in the tokenizer's configuration, or None."""
-        name = _read_special_tokens(_read_config(self._model)).get("eos_token")
+        name = self._files.special_tokens.get("eos_token")
         return None if name is None else self.tokenizer.token_to_id(name)
 
     @cached_property
@@ -335,6 +254,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, keep_match: bool = False) -> None:
         """With `keep_match`, the text includes the stop string."""
         self._stops = [stop for stop in stops if stop]
+        self.num_chars = max(map(len, self._stops), default=0)
         self._keep_match = keep_match
         self._held = ""
         self.matched: str | None = None
@@ -365,6 +285,14 @@ class StopStrings:
         self._held = self._held[len(self._held) - keep :]
         return released
 
+    def match_end(self, text: str) -> None:
+        """Match a stop string that includes special tokens. `text` ends like the sample, with them."""
+        matched = next((stop for stop in self._stops if text.endswith(stop)), None)
+        if self.matched is None and matched is not None:
+            self.matched = matched
+            if not self._keep_match:
+                self._held = ""
+
     def finish(self) -> str:
         """Return the text that was held back, because no more text follows."""
         released, self._held = self._held, ""
@@ -384,8 +312,11 @@ class SampleText:
         skip_special: bool = True,
     ) -> None:
         """With `keep_stop`, the text includes the stop string or token that ended the sample."""
+        self._decoder = decoder
         self._detokenizer = Detokenizer(decoder, skip_special=skip_special)
         self._stops = StopStrings(stops, keep_match=keep_stop)
+        self._last: list[int] = []
+        """The last tokens, in which the engine may have found a stop string with special tokens."""
         self._stop_tokens = frozenset[int]() if keep_stop else stop_tokens
 
     @property
@@ -395,6 +326,8 @@ class SampleText:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the new text."""
+        if self._stops.num_chars:
+            self._last = [*self._last, *tokens][-_MAX_INCOMPLETE * self._stops.num_chars :]
         # Only the last token of a sample can be a stop token
         if tokens and tokens[-1] in self._stop_tokens:
             tokens = tokens[:-1]
@@ -402,4 +335,8 @@ class SampleText:
 
     def finish(self) -> str:
         """Return the rest of the text."""
-        return self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
+        text = self._stops.feed(self._detokenizer.finish())
+        # Special tokens are not in the text, but may be in a stop string
+        if self._last:
+            self._stops.match_end(self._decoder.decode(self._last, skip_special=False))
+        return text + self._stops.finish()

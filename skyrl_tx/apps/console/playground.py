@@ -20,12 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
-from skyrl_tx.apps.chat.generation import Generation, merge_deltas
+from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_sampler_checkpoints, resolve_weights
 from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, make_json_response, respond
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong
-from skyrl_tx.apps.chat.text import Detokenizer, ModelText
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService
+from skyrl_tx.apps.chat.text import ContextTooLong, Detokenizer, ModelText
 from skyrl_tx.apps.console.login import NO_STORE, ConsoleSessions, Visitor, check_form
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
@@ -207,7 +207,7 @@ async def _render(request: Request, call: ApiCall) -> Response:
     def work() -> Response:
         body = schemas.parse_request(call, PlaygroundPrompt)
         weights = find_weights(call, body.model)
-        return make_json_response(_read_prompt(service, call, body).describe(service, weights))
+        return make_json_response(_read_prompt(service, body).describe(service, weights))
 
     return await run_in_threadpool(work)
 
@@ -221,7 +221,7 @@ async def _chat(request: Request, call: ApiCall) -> Response:
         num_samples = schemas.check_num_samples(body.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, body.model)
-        prompt = _read_prompt(service, call, body)
+        prompt = _read_prompt(service, body)
 
         # Lower `max_tokens` if the prompt is long. The page does not know how long the prompt is.
         params = schemas.make_params(
@@ -275,12 +275,16 @@ async def _stream_events(
     async for _, delta in merge_deltas([generation]):
         index = delta.index
         counts[index] += len(delta.token_ids)
-        tokens = texts[index].describe(logprobs.score_delta(delta, _TOP))
-        yield encode_event({"type": "delta", "index": index, "text": delta.text, "tokens": tokens})
+        yield await run_off_loop(partial(_encode_delta, texts[index], delta), delta.size)
         if delta.finish is not None:
             yield encode_event(
                 {"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]}
             )
+
+
+def _encode_delta(texts: "TokenTexts", delta: Delta) -> bytes:
+    tokens = texts.describe(logprobs.score_delta(delta, _TOP))
+    return encode_event({"type": "delta", "index": delta.index, "text": delta.text, "tokens": tokens})
 
 
 def _make_error_event(owner: str, error: Exception) -> bytes:
@@ -326,14 +330,14 @@ async def _score(request: Request, call: ApiCall) -> Response:
         return await run_in_threadpool(describe_scores)
 
     def describe_scores() -> Response:
-        scored = logprobs.score_prompt(chat_request.prompt, generation.prompt_result, _TOP)
-        reply = scored[len(body.prompt_tokens) :]
+        slices = logprobs.score_prompt(chat_request.prompt, generation.prompt_result, _TOP)
+        reply = [scored for part in slices for scored in part][len(body.prompt_tokens) :]
         return make_json_response({"tokens": TokenTexts(service.text).describe(reply)})
 
     return await respond(request, work(), [generation])
 
 
-def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) -> _Prompt:
+def _read_prompt(service: ChatService, body: PlaygroundPrompt) -> _Prompt:
     """Return the prompt of a request.
 
     Raises UserError unless it has exactly one prompt that can be rendered.
@@ -351,7 +355,7 @@ def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) ->
         decoded = text.decode(body.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
         return _Prompt(decoded, body.prompt_tokens)
     if body.prompt is not None:
-        tokens = text.encode(body.prompt, add_special=True)
+        tokens = service.encode(body.prompt, add_special=True)
         require(bool(tokens), "prompt: has no tokens")
         return _Prompt(body.prompt, tokens)
 
@@ -359,8 +363,7 @@ def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) ->
     messages = body.messages or []
     continues = messages[-1].role == "assistant"
     rendered = prompts.render_prompt(
-        text,
-        call.settings,
+        service,
         [{"role": message.role, "content": message.content} for message in messages],
         [],
         add_generation_prompt=not continues,

@@ -32,6 +32,7 @@ from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store.database import Store
 from tests.support.fuzz.routes import Json, find_schemas
 from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import PACKAGED
 from tests.support.with_constants import constants
 
 MAX_GROWTH_BYTES = 64 * 2**20
@@ -54,6 +55,14 @@ FILLS = {
     "chunks": '{"tokens":[]}',
     "nulls": "null",
 }
+TEXT_ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/anthropic/api/v1/messages",
+    "/anthropic/api/v1/messages/count_tokens",
+)
+"""Routes that tokenize a text."""
+TEXTS = "a", " ", "How many clips? ", "é"
 PLAIN_BYTES = 2**20 - 2000
 COMPRESSED_BYTES = 2**17 - 2000
 
@@ -159,13 +168,26 @@ class Target:
             connection.close()
 
 
+def _write_text(path: str, text: str, size: int) -> bytes:
+    """Return a request whose prompt repeats a text."""
+    whole = text * (size // len(text.encode()))
+    takes_text = path == "/v1/completions"
+    prompt: Json = {"prompt": whole} if takes_text else {"messages": [{"role": "user", "content": whole}]}
+    counts = path.endswith("count_tokens")
+    return json.dumps({"model": "tiny", **prompt} | ({} if counts else {"max_tokens": 1})).encode()
+
+
 @contextmanager
 def running_target() -> Generator[Target]:
     """Start a server on the fake backend, with one API key."""
     with tempfile.TemporaryDirectory(prefix="amplification-") as name:
         data_dir = Path(name)
         with LiveServer(
-            data_dir, flags=("--base-model", "tiny", "--backend", "fake", *constants("api", retrieve_hold_s=0.01))
+            data_dir,
+            flags=(
+                *("--base-model", "tiny", "--backend", "fake", "--tokenizer-id", str(PACKAGED)),
+                *constants("api", retrieve_hold_s=0.01),
+            ),
         ) as server:
             command = [sys.executable, "-m", "skyrl_tx", "keys", "create", "ann", "--data-dir", name]
             made = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -184,6 +206,10 @@ def iterate_attacks(target: Target) -> Iterator[Attack]:
                 for size, encoding in ((PLAIN_BYTES, ""), (COMPRESSED_BYTES, "zstd")):
                     body = partial(blank, part, size)
                     yield _attack(f"{name}: {fill}", method, place, body, encoding, "application/json")
+    for path in TEXT_ROUTES:
+        for text in TEXTS:
+            body = partial(_write_text, path, text, PLAIN_BYTES)
+            yield _attack(f"text for {path}: {text}", "POST", path, body, "", "application/json")
     for name, body in protobuf_bodies(8 * 2**20 - 4000).items():
         start = wire_pb2.ForwardBackwardRequest(model_id=target.ids["model_id"], seq_id=target.seq_id(), loss_fn="ppo")
         whole = start.SerializeToString() + body

@@ -1,12 +1,16 @@
 """Rendered prompts have the same tokens as `AutoTokenizer.apply_chat_template`."""
 
 import json
+import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoTokenizer
 
+from skyrl_tx.apps.chat.logprobs import CompletionLogprobs, TokenLogprob
 from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
@@ -119,6 +123,67 @@ def test_malformed_template_is_reported() -> None:
         ChatTemplate({"default": "{% if %}"}, {}).render(TALK)
 
 
+NEW = "<|new|>"
+"""A token that is not in the tiny vocabulary."""
+FIELDS: dict[str, Any] = {"lstrip": True, "rstrip": False, "single_word": False, "normalized": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "configuration": {"tokenizer_config.json": {"bos_token": NEW, "eos_token": "<|im_end|>"}},
+    "objects": {"tokenizer_config.json": {"bos_token": {"__type": "AddedToken", "content": NEW, **FIELDS}}},
+    "older file": {"tokenizer_config.json": {}, "special_tokens_map.json": {"bos_token": NEW}},
+    "objects of an older file": {"special_tokens_map.json": {"bos_token": {"content": NEW, **FIELDS}}},
+    "both": {"tokenizer_config.json": {"bos_token": "<|im_end|>"}, "special_tokens_map.json": {"bos_token": NEW}},
+    "list wins over the older file": {
+        "tokenizer_config.json": {
+            "bos_token": "<|im_end|>",
+            "added_tokens_decoder": {
+                "7": {"content": "Hi", **FIELDS, "special": False},
+                "1024": {"content": NEW, **FIELDS, "special": True},
+            },
+        },
+        "special_tokens_map.json": {"bos_token": NEW},
+        "added_tokens.json": {"Be": 5},
+    },
+    "older list of tokens": {"tokenizer_config.json": {"bos_token": NEW}, "added_tokens.json": {"Hi": 1025, NEW: 1024}},
+    "named in addition": {
+        "tokenizer_config.json": {"bos_token": None, "image_token": NEW, "extra_special_tokens": {"boi_token": "Be"}}
+    },
+    "listed in addition": {"tokenizer_config.json": {"additional_special_tokens": [NEW, "Hi"]}},
+    "split": {"tokenizer_config.json": {"bos_token": NEW, "split_special_tokens": True}},
+}
+SOURCE = (
+    "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ boi_token }}{% for message in messages %}"
+    "{{ message.content }} <|new|> {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_special_tokens_are_those_of_transformers(tmp_path: Path, layout: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((PACKAGED / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(SOURCE)
+    for name, content in LAYOUTS[layout].items():
+        if name == "tokenizer_config.json":
+            content = {"tokenizer_class": "PreTrainedTokenizerFast", **content}
+        (tmp_path / name).write_text(json.dumps(content))
+
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    text = make_text(tmp_path)
+    rendered = text.template.render(TALK, add_generation_prompt=False)
+    assert rendered == reference.apply_chat_template(TALK, tokenize=False)
+    assert text.encode(rendered, add_special=False) == reference.apply_chat_template(TALK, return_dict=False)
+    assert text.eos_token_id == reference.eos_token_id
+
+
+def test_template_files_replace_those_of_the_configuration(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path, "qwen2")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    (directory / "chat_template.jinja").write_text("d")
+    template, reference = make_text(directory).template, AutoTokenizer.from_pretrained(directory)
+    for tools, expected in ((None, "d"), (TOOLS, "t")):
+        assert template.render(TALK, tools) == expected
+        assert reference.apply_chat_template(TALK, tools=tools, tokenize=False) == expected
+
+
 def test_named_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
     directory = model_directory(tmp_path, "qwen2")
     config = json.loads((directory / "tokenizer_config.json").read_text())
@@ -150,3 +215,60 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
         assert b"".join(map(text.decode_bytes, tokens)).decode() == sample
     assert text.eos_token_id == text.tokenizer.token_to_id("<|im_end|>")
     assert text.decode_bytes(10**6) == b""
+
+
+def test_encoding_releases_the_interpreter_lock(tmp_path: Path) -> None:
+    text = make_text(model_directory(tmp_path, "qwen2"))
+    num_turns, is_over, interval = 0, threading.Event(), sys.getswitchinterval()
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while not is_over.is_set():
+            num_turns += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=take_turns)
+    text.check()
+    sys.setswitchinterval(60.0)  # this thread keeps the lock unless it releases it
+    try:
+        other.start()
+        before = num_turns
+        tokens = text.encode("How many clips? " * 20_000, add_special=False)
+        during = num_turns - before
+    finally:
+        is_over.set()
+        sys.setswitchinterval(interval)
+        other.join()
+    assert len(tokens) > 20_000 and during > 10
+
+
+def test_shortest_encoding_is_known_before_encoding(tmp_path: Path) -> None:
+    text = make_text(model_directory(tmp_path, "qwen2"))
+    longest = max(text.tokenizer.get_vocab(), key=len)
+    for sample in ("", longest * 10, "Zürich – 42 °C 🙂" * 10, "How many clips?"):
+        assert text.count_min_tokens(sample) <= len(text.encode(sample, add_special=False))
+    assert text.count_min_tokens(longest * 10) == 10
+
+
+@pytest.mark.parametrize("skip_special", [False, True])
+def test_text_offset_is_where_a_token_begins(tmp_path: Path, skip_special: bool) -> None:
+    text = make_text(model_directory(tmp_path, "qwen2"))
+    echo, sampled = "Zürich 🙂", "é – 42 🙂<|im_end|> ok"
+    prompt = [text.tokenizer.token_to_id("<|endoftext|>"), *text.encode(echo, add_special=False)]
+    tokens = text.encode(sampled, add_special=False)
+    described = CompletionLogprobs(text, skip_special=skip_special).describe(
+        [[TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]],
+        [[TokenLogprob(token, None, ()) for token in prompt]],
+        echo,
+    )
+
+    offsets = json.loads(bytes(cast(Any, described["text_offset"])))
+    expected = [0, *(whole_length(text, prompt[1:end], skip_special=False) for end in range(1, len(prompt)))]
+    expected += [len(echo) + whole_length(text, tokens[:end], skip_special=skip_special) for end in range(len(tokens))]
+    assert offsets == expected and len(set(offsets)) < len(offsets), "some tokens are parts of a character"
+    assert json.loads(bytes(cast(Any, described["token_logprobs"]))) == [None] * len(prompt) + [-1.0] * len(tokens)
+
+
+def whole_length(text: ModelText, tokens: list[int], *, skip_special: bool) -> int:
+    """Return the number of complete characters of tokens."""
+    return len(text.decode(tokens, skip_special=skip_special).rstrip("\ufffd"))

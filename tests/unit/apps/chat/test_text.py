@@ -121,6 +121,19 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held(pieces: list[str], s
         assert seen.startswith(released) and stop.startswith(held) and len(held) < len(stop)
 
 
+@pytest.mark.parametrize(
+    ("stop", "expected"), [("<|im_end|>", "a\n"), ("\n<|im_end|>", "a"), ("b", "a\n"), ("<|im_end|>x", "a\n")]
+)
+@pytest.mark.parametrize("size", [1, 9])
+def test_stop_string_with_a_special_token_is_known(stop: str, expected: str, size: int) -> None:
+    eos = tokenizer().token_to_id("<|im_end|>")
+    tokens = tokenizer().encode("a\n<|im_end|>", add_special_tokens=False).ids
+    text = SampleText(TinyDecoder(), stops=[stop], stop_tokens=frozenset({eos}))
+    pieces = [text.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    assert "".join(pieces) + text.finish() == expected
+    assert text.stop_string == (stop if stop.endswith("<|im_end|>") else None)
+
+
 def test_stop_token_is_no_part_of_the_text() -> None:
     eos = tokenizer().token_to_id("<|im_end|>")
     tokens = tokenizer().encode("a b", add_special_tokens=False).ids
