@@ -8,9 +8,9 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.apps.console.health import describe_wait
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId
 from skyrl_tx.store import engine_state, models, sessions
-from skyrl_tx.store.tables import EngineStateRow, ModelRow
+from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
 from tests.support.console_world import ConsoleWorld, console_world
 
 
@@ -89,3 +89,26 @@ def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> 
         assert '<td class="num">2</td>' in line, "models of all owners count"
     assert names["ann"] in pages["ann"] and names["bob"] not in pages["ann"]
     assert names["ann"] in pages["root"] and names["bob"] in pages["root"]
+
+
+def test_a_session_shows_its_newest_samplers_and_all_on_request(world: ConsoleWorld) -> None:
+    def add(tx: Session) -> str:
+        session_id = sessions.create(tx, owner="ann", now=time.time())
+        tx.flush()
+        for number in range(10):
+            name = SamplingSessionId(f"{session_id}:sample:{number}")
+            row = SamplingSessionRow(
+                sampling_session_id=name,
+                session_id=session_id,
+                base_model="fake",
+                created_at=100.0 + number,
+                last_used_at=100.0,
+            )
+            tx.add(row)
+        return session_id
+
+    session_id = world.server.store.write(add)
+    with world.browser(world.key("ann")) as ann:
+        few, everything = (ann.get(f"/sessions/{session_id}{query}").text for query in ("", "?samplers=all"))
+    assert few.count(":sample:") == 8 and "Show all 10 samplers" in few and ":sample:9" in few
+    assert everything.count(":sample:") == 10 and "Show all" not in everything

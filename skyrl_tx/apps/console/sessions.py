@@ -23,6 +23,8 @@ pages = PageTable()
 _PAGE_ROWS = 50
 _MAX_RUNS = 50
 _MAX_SAMPLERS = 50
+_SHOWN_SAMPLERS = 8
+"""Without `?samplers=all`, the page shows this many samplers. A client that trains makes one a step."""
 _MAX_REQUESTS = 12
 _MAX_SPANS = 2000
 """Limit on the requests on a timeline."""
@@ -72,6 +74,7 @@ def show_session(visit: Visit) -> Page:
             "session": row,
             "runs": describe_runs(visit, lines),
             "samplers": samplers,
+            "shown_samplers": _MAX_SAMPLERS if visit.get_query("samplers") == "all" else _SHOWN_SAMPLERS,
             "requests": list_requests(groups, _MAX_REQUESTS),
             "traffic": make_traffic(buckets, row.created_at, visit.now),
             "waiting": sum(group.number for group in waiting),
