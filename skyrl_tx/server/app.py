@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -45,6 +47,7 @@ from skyrl_tx.server.routes import (
 )
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import Shares
+from skyrl_tx.server.stored_bytes import StoredBytes
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
@@ -54,6 +57,9 @@ _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _OBJECT_STORE_TIMEOUT_S = 2.0
 """Time limit for calls of an object store on which a client waits, except downloads."""
+_LOG_PERIOD_S = 60.0
+"""Minimum time between two log lines about the same error of the database."""
+_MAX_LOGGED = 100
 _TICKS_PER_CHECK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`, in seconds."""
@@ -77,6 +83,8 @@ def create_context(
     """Create the components of an API process. `extensions` are the optional features by name."""
     signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
 
+    counts = [made.count_stored_bytes for made in (extensions or {}).values() if made.count_stored_bytes is not None]
+
     # Connect the metrics to their sources.
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
@@ -98,6 +106,7 @@ def create_context(
         engine=EngineHealth(store, settings.engine_silence_s),
         admission=AdmissionControl(store),
         shares=Shares.divide(settings.request_threads, settings.max_inflight_bytes),
+        stored_bytes=StoredBytes(store, counts),
         results=results,
         metrics=metrics,
         extensions=extensions or {},
@@ -121,6 +130,7 @@ def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, Ser
     # FastAPI's documentation pages are disabled: they load scripts from another host.
     app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
+    app.state.logged_at = {}
     app.state.authenticator = context.authenticator
     for name, extension in context.extensions.items():
         if extension.service is not None:
@@ -209,6 +219,21 @@ async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) 
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
 
 
+def _log_store_error(request: Request, error: StoreError) -> None:
+    """Log an error of the database once a minute.
+
+    While the database is full, for example, every call fails in the same way.
+    """
+    logged_at: dict[str, float] = request.app.state.logged_at
+    if logged_at.get(str(error), -math.inf) >= time.monotonic() - _LOG_PERIOD_S:
+        return
+    if len(logged_at) >= _MAX_LOGGED:
+        logged_at.clear()
+    logged_at[str(error)] = time.monotonic()
+    owner = {"owner": request.scope.get(OWNER)}
+    _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
+
+
 async def _handle_error(request: Request, error: Exception) -> Response:
     """Turn an error into a response with the body `{"detail": text}`.
 
@@ -239,8 +264,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
         # Errors of the server, which are logged with the owner.
         case StoreError():
-            owner = {"owner": request.scope.get(OWNER)}
-            _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
+            _log_store_error(request, error)
             return _make_detail_response(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
         case _:
             reference = secrets.token_hex(4)

@@ -29,6 +29,7 @@ from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import SMALL_BYTES, OwnerBudget, Shares
+from skyrl_tx.server.stored_bytes import StoredBytes
 from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.store.database import Store
 
@@ -50,6 +51,7 @@ class ApiContext:
     results: ResultWatcher
     admission: AdmissionControl
     shares: Shares
+    stored_bytes: StoredBytes
     metrics: ApiMetrics
     extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
     """The optional features by name."""
@@ -100,6 +102,13 @@ class ApiCall:
     def store(self) -> Store:
         """The database, the only source of truth."""
         return self.context.store
+
+    def add_stored(self, num_bytes: int) -> None:
+        """Count bytes that the call is about to store.
+
+        Raises ApiError 429 if the caller stores more than its share of the database.
+        """
+        self.context.stored_bytes.add(self.caller.owner, num_bytes)
 
     def derive_session_id(self, purpose: str) -> SessionId | None:
         """Derive a session id from the idempotency key. Returns None if there is no key.

@@ -18,6 +18,7 @@ Refusal = Literal[
     "bodies_full",
     "calls_full",
     "quota",
+    "stored_bytes",
 ]
 """Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
 

@@ -15,6 +15,7 @@ from skyrl_tx.contract.ids import SessionId
 
 if TYPE_CHECKING:
     from skyrl_tx.server.context import ApiCall, ApiContext
+    from skyrl_tx.server.stored_bytes import CountBytes
 
 ErrorForm: TypeAlias = Callable[[Response, Exception], Response]
 """Converts an error response with the body `{"detail": text}` to the format of another API."""
@@ -44,6 +45,8 @@ class ServerExtension:
 
     Runs in the transaction that adds the checkpoint. Raises UserError to refuse it.
     """
+    count_stored_bytes: CountBytes | None = None
+    """Counts the bytes of each owner in the tables of the feature, see `StoredBytes`."""
     on_telemetry: Callable[[ApiCall], None] | None = None
     """Called with each request to `/telemetry`, in a thread, before the request is acknowledged."""
     describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None

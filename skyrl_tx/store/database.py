@@ -3,6 +3,8 @@
 `Store` is the entry point. All writes of a process go through the thread of its `GroupWriter`.
 """
 
+import math
+import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -180,6 +182,10 @@ class Store:
             yield
         except (UnicodeEncodeError, DBAPIError, *self._dialect.errors) as error:
             raise (translate_refusal(error) or self._dialect.explain(error)) from error
+
+    def get_free_bytes(self) -> float:
+        """Return the free space on the disk of the database; infinite for PostgreSQL."""
+        return shutil.disk_usage(self._dialect.files[0].parent).free if self._dialect.files else math.inf
 
     def vacuum(self) -> bool:
         """Release some free space to the file system. Return whether more free space remains."""

@@ -1,17 +1,18 @@
 """Open work, active sessions and failed requests, for metrics, `status` and the console."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, bindparam, case, func, or_, select
+from sqlalchemy import Select, Text, bindparam, case, cast, func, or_, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.pauses import Pause, is_paused
-from skyrl_tx.store.tables import RequestRow, SessionRow
+from skyrl_tx.store.tables import CustomLossRow, RequestRow, SamplingSessionRow, SessionRow
 
 ACTIVE_S = 60.0
 """A session is active for this time after its last heartbeat.
@@ -25,6 +26,31 @@ _ACTIVE = (
     .select_from(SessionRow)
     .where(col(SessionRow.finished_at).is_(None), col(SessionRow.last_heartbeat_at) > bindparam("after"))
 )
+
+
+_NUM_BYTES = func.length(col(RequestRow.body)) + func.coalesce(func.length(col(RequestRow.result)), 0)
+_METADATA_BYTES = func.length(cast(col(SessionRow.user_metadata), Text)) + func.length(cast(col(SessionRow.tags), Text))
+_ROW_BYTES = 256
+_STORED = (
+    # Each condition has its own partial index, so that requests without contents are not read.
+    *(
+        select(col(RequestRow.owner), func.sum(_NUM_BYTES)).where(condition).group_by(col(RequestRow.owner))
+        for condition in (IS_OPEN, col(RequestRow.result).is_not(None))
+    ),
+    select(col(SessionRow.owner), func.sum(_METADATA_BYTES + _ROW_BYTES)).group_by(col(SessionRow.owner)),
+    select(col(SessionRow.owner), func.count() * _ROW_BYTES)
+    .join(SamplingSessionRow, col(SamplingSessionRow.session_id) == col(SessionRow.session_id))
+    .group_by(col(SessionRow.owner)),
+    select(col(CustomLossRow.owner), func.sum(func.length(col(CustomLossRow.body)))).group_by(col(CustomLossRow.owner)),
+)
+
+
+def count_stored_bytes(tx: Session) -> Counter[str]:
+    """Return the bytes of each owner in sessions, requests, results and custom losses."""
+    total: Counter[str] = Counter()
+    for statement in _STORED:
+        total.update({owner: int(num_bytes) for owner, num_bytes in execute(tx, statement)})
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.server import stored_bytes
 from skyrl_tx.server.app import ApiContext
 from skyrl_tx.server.submission import wire_pb2
+from skyrl_tx.store.errors import StoreBlocked
 from tests.support.live_api import Server
 
 PAD = "x" * 2**20
@@ -100,3 +102,38 @@ def test_no_bytes_are_held_after_a_call(server: Server) -> None:
     shares = context.shares
     budgets = shares.received_bodies, shares.decoded_bodies, shares.calls, shares.heavy_calls
     assert [budget.num_reserved for budget in budgets] == [0] * 4
+
+
+def test_an_owner_that_stores_too_much_may_still_poll_and_send_heartbeats(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id = server.session()
+    model_id, name = server.model(session_id), server.settings.public_model_name
+    for limit in ("_MIN_SHARE", "_MAX_SHARE"):
+        monkeypatch.setattr(stored_bytes, limit, 0)
+    monkeypatch.setattr(server.api.app.state.context.stored_bytes, "_share", 0)
+
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    for answer in (
+        server.post("create_session", tags=[], sdk_version="0.38.0"),
+        server.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=name),
+        server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 1e-4}),
+        server.post("asample", base_model=name, num_samples=1, prompt=prompt, sampling_params={}),
+        server.client.post(f"/api/v1/training_runs/{model_id}/metrics", json={"step": 1, "metrics": {"loss": 1.0}}),
+    ):
+        assert answer.status_code == 429 and "an owner may store 0 bytes" in answer.json()["detail"], answer.text
+    assert server.post("session_heartbeat", session_id=session_id).status_code == 200
+    assert server.client.get(f"/api/v1/training_runs/{model_id}").status_code == 200
+
+
+def test_a_full_database_is_logged_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise StoreBlocked("the test has filled the disk")
+
+    monkeypatch.setattr(server.store, "write", fail)
+    for _ in range(3):
+        answer = server.post("create_session", tags=[], sdk_version="0.38.0")
+        assert answer.status_code == 503 and "filled the disk" in answer.json()["detail"]
+    assert len([record for record in caplog.records if "filled the disk" in record.getMessage()]) == 1

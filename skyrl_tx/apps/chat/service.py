@@ -271,6 +271,7 @@ class ChatService:
         texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)
+        self.context.stored_bytes.add(caller.owner, prompt.nbytes)
         with admission.reserve(caller.owner, prompt.nbytes):
             submitted = None
             sample = Submission.from_request(requests.Rejected(kind="sample", message=""))

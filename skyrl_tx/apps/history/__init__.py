@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.history import client_metrics, routes, trackio
+    from skyrl_tx.apps.history import client_metrics, logged_metrics, routes, trackio
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=client_metrics.keep_telemetry)
+    return ServerExtension(
+        routers=(routes.router, trackio.router),
+        count_stored_bytes=logged_metrics.count_stored_bytes,
+        on_telemetry=client_metrics.keep_telemetry,
+    )
 
 
 def _extend_engine() -> EngineExtension:

@@ -202,6 +202,7 @@ def keep_telemetry(call: ApiCall) -> None:
         return
 
     try:
+        call.add_stored(len(call.body.raw))
         body = call.body.parse_request().value
         session_id = SessionId(clean_name(body.get("session_id")) or "")
         points: defaultdict[str | None, list[NewLoggedPoint]] = defaultdict(list)

@@ -38,6 +38,8 @@ Beyond it, points are deleted in the same way.
 """
 MAX_PAGE_BYTES = 8 * 2**20
 """Limit on the size of the values that are read at once, as JSON, unless one point is larger."""
+_RUN_BYTES = 1024
+"""Estimated size of a logged run without points."""
 MAX_RUNS = 10_000
 """Limit on the logged runs of an owner."""
 CLIENT_RUN = "client"
@@ -300,6 +302,12 @@ def prune(tx: Session, before: float, *, limit: int) -> int:
     runs = old.where(is_empty).limit(limit)
     num_runs = execute(tx, delete(LoggedRunRow).where(col(LoggedRunRow.logged_run_id).in_(runs))).rowcount
     return max(num_points, num_runs)
+
+
+def count_stored_bytes(tx: Session) -> dict[str, int]:
+    """Return the bytes of each owner in logged runs."""
+    owner, num_bytes = col(LoggedRunRow.owner), func.sum(col(LoggedRunRow.num_bytes) + _RUN_BYTES)
+    return {name: int(total) for name, total in execute(tx, select(owner, num_bytes).group_by(owner))}
 
 
 def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:

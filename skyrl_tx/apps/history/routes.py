@@ -48,6 +48,7 @@ LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 @router.post("/training_runs/{run_id}/metrics")
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     """Store metrics of one step of a training run. `is_new` is false if the request is a retry."""
+    call.add_stored(len(call.body.raw))
     request = call.body.parse_model(schemas.LogMetricsRequest)
     model_id = ModelId(run_id)
 

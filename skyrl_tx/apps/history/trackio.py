@@ -120,6 +120,7 @@ def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
         )
 
     # Store them
+    call.add_stored(len(call.body.raw))
     now = time.time()
     num_new = sum(
         store_metrics(call.store, RunMetrics(run=run, points=new, config=configs.get(run), seeks_model=True), now)

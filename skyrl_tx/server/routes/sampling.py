@@ -45,6 +45,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
             sampler = direct_sessions.find_sampler_id(tx, call.caller, path)
             direct_sessions.insert_sampling_session(tx, call.caller, session_id, name, base_model, path_text, sampler)
 
+    call.add_stored(len(call.body.raw))
     call.store.write(work)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -74,6 +75,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request. The response contains the ids of the sequences to be sampled."""
+    call.add_stored(len(call.body.raw))
     with call.context.admission.reserve(call.caller.owner, len(call.body.raw)):
         return _queue_sample(call)
 

@@ -58,6 +58,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
             now=time.time(),
         )
 
+    call.add_stored(len(call.body.raw))
     created = call.store.write(work)
 
     # Add what the features of this server tell the client about the session.

@@ -221,6 +221,7 @@ def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission
     model_id = ModelId(ids.model_id)
     row = access.find_model_ref(tx, call.caller, model_id)
     key = _make_key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
+    call.add_stored(len(submission.body))
     submitted = _insert(
         tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id, engine=row.engine
     )
@@ -248,6 +249,7 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
     request = submission.request
     spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
     key = f"create/{session_id}/{ids.model_seq_id}"
+    call.add_stored(len(submission.body))
 
     engine = placement.choose_engine(tx)
     submitted = _insert(
@@ -279,6 +281,7 @@ def store_custom_loss(tx: Session, call: ApiCall, session_id: SessionId, seq_id:
     session = access.find_open_session(tx, call.caller, session_id)
     loss_id = custom_loss_id(session_id, seq_id)
     submission = Submission.from_request(CreateCustomLoss(loss=loss))
+    call.add_stored(len(submission.body))
     submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
 
     if submitted.is_new:
