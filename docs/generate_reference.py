@@ -10,9 +10,9 @@ import pkgutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -27,7 +27,6 @@ from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
 from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES
-from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.metrics import EngineMetrics
@@ -36,7 +35,7 @@ from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
 from skyrl_tx.server.app import ROUTERS, create_app
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.server.schemas.base import BODIES, WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.store.database import Store
@@ -79,17 +78,14 @@ def endpoints_page() -> Iterator[str]:
 
     # All endpoints, by router.
     operations = _read_openapi_paths()
-    schemas: dict[str, type[WireModel]] = {}
     for module, endpoints in _group_routes_by_module().items():
         package, _, name = module.rpartition(".")
         title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
         yield f"## {title.replace('_', ' ').capitalize()}"
         yield first_line(sys.modules[module])
         for route in endpoints:
-            requests = _find_request_schemas(route.endpoint)
-            schemas |= {schema.__name__: schema for schema in requests}
-            yield from _describe_endpoint(route, operations[_get_path(route, operations)], requests)
-    yield from _make_chat_endpoints(schemas)
+            yield from _describe_endpoint(route, operations[_get_path(route, operations)])
+    yield from _make_chat_endpoints()
 
     # Parity with the SDK, and the fields of all requests.
     yield "## Parity with the SDK"
@@ -99,13 +95,13 @@ def endpoints_page() -> Iterator[str]:
     )
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
-    yield "\n".join(f"- `{name}`: {_list_fields(schemas[name])}" for name in sorted(schemas))
+    yield "\n".join(f"- `{name}`: {_list_fields(BODIES[name])}" for name in sorted(BODIES))
     yield "## Not supported"
     yield reference_text.UNSUPPORTED
 
 
-def _make_chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
-    """Yield the OpenAI and Anthropic endpoints, and add the schemas of their requests."""
+def _make_chat_endpoints() -> Iterator[str]:
+    """Yield the OpenAI and Anthropic endpoints."""
     yield "## OpenAI and Anthropic"
     yield reference_text.CHAT_ENDPOINTS
     for prefix, router in ((OPENAI_PREFIXES[0], chat_routes.openai), (ANTHROPIC_PREFIX, chat_routes.anthropic)):
@@ -113,8 +109,6 @@ def _make_chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
             (method,) = route.methods
             yield f"### `{method} {prefix}{route.path_format}`"
             yield first_line(route.endpoint)
-    described = CompletionRequest, ChatCompletionRequest, MessagesRequest, CountTokensRequest
-    schemas.update({schema.__name__: schema for schema in described})
 
 
 def _read_openapi_paths() -> Mapping[str, Any]:
@@ -148,42 +142,26 @@ def _group_routes_by_module() -> Mapping[str, list[APIRoute]]:
     return found
 
 
-def _describe_endpoint(
-    route: APIRoute, operations: Mapping[str, Any], requests: Sequence[type[WireModel]]
-) -> Iterator[str]:
+def _describe_endpoint(route: APIRoute, operations: Mapping[str, Any]) -> Iterator[str]:
     for method in sorted(route.methods):
         operation = operations[method.lower()]
         facts: list[str] = []
         if queries := [p["name"] for p in operation.get("parameters", []) if p["in"] == "query"]:
             facts.append(f"query {codes(queries)}")
-        if requests:
-            facts.append(f"request {codes(schema.__name__ for schema in requests)}")
+        if body := _get_schema_name(operation.get("requestBody", {})):
+            facts.append(f"request `{body}`")
         for status, response in sorted(operation["responses"].items()):
             if status.startswith("2"):
-                schema = response.get("content", {}).get("application/json", {}).get("schema", {})
-                name = schema.get("$ref", "").rpartition("/")[2]
+                name = _get_schema_name(response)
                 facts.append(f"response `{name}`" if name else f"response {status}")
         yield f"### `{method} {route.path_format.removeprefix(PREFIX)}`"
         yield f"{first_line(route.endpoint)}\n\n{sentence(' · '.join(facts))}"
 
 
-def _find_request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
-    """Return the schemas of requests that an endpoint and the functions of its module that it calls refer to."""
-    found: dict[str, type[WireModel]] = {}
-    module = sys.modules[endpoint.__module__]
-    visited: set[str] = set()
-    pending = [endpoint.__code__]
-    while pending:
-        code = pending.pop()
-        pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
-        for name in code.co_names:
-            value = getattr(module, name, None) or getattr(vars(module).get("schemas"), name, None)
-            if inspect.isclass(value) and issubclass(value, WireModel) and name.endswith(("Request", "Search")):
-                found[name] = value
-            elif inspect.isfunction(value) and value.__module__ == module.__name__ and name not in visited:
-                visited.add(name)
-                pending.append(value.__code__)
-    return [found[name] for name in sorted(found)]
+def _get_schema_name(message: Mapping[str, Any]) -> str:
+    """Return the name of the JSON schema of a body or response, empty if there is none."""
+    schema = message.get("content", {}).get("application/json", {}).get("schema", {})
+    return schema.get("$ref", "").rpartition("/")[2]
 
 
 def _list_fields(schema: type[WireModel]) -> str:

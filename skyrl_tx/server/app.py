@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import uvicorn
 from anyio.to_thread import current_default_thread_limiter
@@ -45,6 +45,7 @@ from skyrl_tx.server.routes import (
     training,
     weights,
 )
+from skyrl_tx.server.schemas.base import make_body_schemas
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import Shares
 from skyrl_tx.server.stored_bytes import StoredBytes
@@ -137,7 +138,16 @@ def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, Ser
             setattr(app.state, name, extension.service(context))
     _add_routes(app, context)
     _add_error_handling(app, context)
+    app.openapi = partial(_describe_api, app)
     return app
+
+
+def _describe_api(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, with the schemas of the bodies that endpoints parse themselves."""
+    if app.openapi_schema is None:
+        components = FastAPI.openapi(app)["components"]
+        components["schemas"] = make_body_schemas() | components["schemas"]
+    return app.openapi_schema or {}
 
 
 def _add_routes(app: FastAPI, context: ApiContext) -> None:

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from skyrl_tx.apps.chat import schemas
 from skyrl_tx.apps.chat.anthropic import count_tokens, create_message
 from skyrl_tx.apps.chat.chat_completions import create_chat_completion
 from skyrl_tx.apps.chat.completions import create_completion
@@ -18,6 +19,7 @@ from skyrl_tx.apps.chat.reply import make_json_response
 from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
+from skyrl_tx.server.schemas.base import describe_body
 
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
 ANTHROPIC_PREFIX = "/anthropic/api/v1"
@@ -45,15 +47,16 @@ def _describe_model(call: ApiCall, name: str, created: int, path: str | None = N
     return model if path is None else model | {"root": path, "parent": call.settings.public_model_name}
 
 
-openai = APIRouter()
-openai.add_api_route("/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
-openai.add_api_route("/completions", create_completion, methods=["POST"], response_model=None)
+openai, anthropic = APIRouter(), APIRouter()
+for router, path, endpoint, body in (
+    (openai, "/chat/completions", create_chat_completion, schemas.ChatCompletionRequest),
+    (openai, "/completions", create_completion, schemas.CompletionRequest),
+    (anthropic, "/messages", create_message, schemas.MessagesRequest),
+    (anthropic, "/messages/count_tokens", count_tokens, schemas.CountTokensRequest),
+):
+    router.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=describe_body(body))
 openai.add_api_route("/models", list_models, methods=["GET"], response_model=None)
 openai.add_api_route("/models/{model_id:path}", get_model, methods=["GET"], response_model=None)
-
-anthropic = APIRouter()
-anthropic.add_api_route("/messages", create_message, methods=["POST"], response_model=None)
-anthropic.add_api_route("/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
 
 
 def create_routers() -> list[APIRouter]:

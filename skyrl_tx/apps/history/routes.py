@@ -35,7 +35,7 @@ from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.identity.scopes import API_PREFIX
-from skyrl_tx.server.schemas.base import Response
+from skyrl_tx.server.schemas.base import Response, describe_body
 from skyrl_tx.store import models, sessions
 
 router = APIRouter(prefix=API_PREFIX)
@@ -45,7 +45,7 @@ Position = Annotated[int, Query(ge=0, lt=2**63)]
 LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 
 
-@router.post("/training_runs/{run_id}/metrics")
+@router.post("/training_runs/{run_id}/metrics", openapi_extra=describe_body(schemas.LogMetricsRequest))
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     """Store metrics of one step of a training run. `is_new` is false if the request is a retry."""
     call.add_stored(len(call.body.raw))
@@ -122,7 +122,7 @@ def get_logged_metrics(
     return make_list_response(call.store.read(work))
 
 
-@router.put("/logged_runs/{logged_run_id}/training_run")
+@router.put("/logged_runs/{logged_run_id}/training_run", openapi_extra=describe_body(schemas.JoinRunRequest))
 def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
     """Assign a logged run to a training run of the same owner, or to no training run."""
     run_id = call.body.parse_model(schemas.JoinRunRequest).training_run_id

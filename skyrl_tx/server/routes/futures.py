@@ -21,6 +21,7 @@ from skyrl_tx.server.http.responses import LargeResponse, estimate_response_byte
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
+from skyrl_tx.server.schemas.base import describe_body
 from skyrl_tx.server.shares import SMALL_BYTES
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import completions, futures, pauses
@@ -33,7 +34,7 @@ _CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCa
 router = APIRouter()
 
 
-@router.post("/retrieve_future", response_model=None)
+@router.post("/retrieve_future", response_model=None, openapi_extra=describe_body(schemas.RetrieveFutureRequest))
 async def retrieve_future(request: Request) -> Response:
     """Return a result, by long poll. 408 if there is none yet: the client polls again.
 
@@ -82,7 +83,9 @@ async def retrieve_future(request: Request) -> Response:
     return JSONResponse(again, status_code=HTTPStatus.REQUEST_TIMEOUT)
 
 
-@router.post("/retrieve_futures", response_model_exclude_none=True)
+@router.post(
+    "/retrieve_futures", response_model_exclude_none=True, openapi_extra=describe_body(schemas.RetrieveFuturesRequest)
+)
 async def retrieve_futures(call: IncomingPoll) -> schemas.RetrieveFuturesResponse:
     """List the sample requests of one client that completed after a cursor, by long poll."""
     poll = call.body.parse_model(schemas.RetrieveFuturesRequest)
@@ -123,7 +126,7 @@ def _find_completions(
     )
 
 
-@router.post("/cancel_future")
+@router.post("/cancel_future", openapi_extra=describe_body(schemas.CancelFutureRequest))
 def cancel_future(call: Incoming) -> dict[str, str]:
     """Cancel a sample request. No effect if it is completed or unknown."""
     request_id = RequestId(call.body.parse_model(schemas.CancelFutureRequest).request_id)

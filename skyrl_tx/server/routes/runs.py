@@ -15,7 +15,7 @@ from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import ReadableRun
 from skyrl_tx.server.schemas import weights as schemas
-from skyrl_tx.server.schemas.base import to_utc_time
+from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.server.submission.validation import check_ttl
 from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow
@@ -103,7 +103,7 @@ def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None
     call.store.write(work)
 
 
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", openapi_extra=describe_body(schemas.TtlRequest))
 def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Set the lifetime of a checkpoint, counted from now, or make it unlimited."""
     seconds = check_ttl(call.body.parse_model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")

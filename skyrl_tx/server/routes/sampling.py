@@ -11,7 +11,7 @@ from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.schemas.base import SampleRequestIds
+from skyrl_tx.server.schemas.base import SampleRequestIds, describe_body
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
@@ -22,7 +22,7 @@ from skyrl_tx.store.tables import SamplingSessionRow
 router = APIRouter()
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", openapi_extra=describe_body(schemas.CreateSamplingSessionRequest))
 def create_sampling_session(call: Incoming) -> dict[str, str]:
     """Create a sampling session on the base model or on saved weights."""
     request = call.body.parse_model(schemas.CreateSamplingSessionRequest)
@@ -50,7 +50,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
-@router.post("/join_sampling_session")
+@router.post("/join_sampling_session", openapi_extra=describe_body(schemas.JoinSamplingSessionRequest))
 def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse:
     """Return a number for a copy of a sampling client.
 
@@ -72,7 +72,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
     return schemas.SamplerResponse(sampler_id=sampler_id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", response_model_exclude_none=True)
+@router.post("/asample", response_model_exclude_none=True, openapi_extra=describe_body(schemas.AsampleRequest))
 def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request. The response contains the ids of the sequences to be sampled."""
     call.add_stored(len(call.body.raw))

@@ -16,7 +16,7 @@ from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.schemas.base import to_utc_time
+from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.store import audit, checkpoints, models, sampling_sessions, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import get_existing
@@ -31,7 +31,7 @@ The SDK sends a heartbeat every 10 s.
 """
 
 
-@router.post("/create_session")
+@router.post("/create_session", openapi_extra=describe_body(schemas.CreateSessionRequest))
 def create_session(call: Incoming, request: Request) -> dict[str, str]:
     """Create a session. A retry with the same idempotency key returns the same session.
 
@@ -73,7 +73,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     return response
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", openapi_extra=describe_body(schemas.HeartbeatRequest))
 def record_heartbeat(call: Incoming) -> dict[str, str]:
     """Record a heartbeat of a session. Returns 410 if the session has finished."""
     session_id = SessionId(call.body.parse_model(schemas.HeartbeatRequest).session_id)
@@ -88,7 +88,7 @@ def record_heartbeat(call: Incoming) -> dict[str, str]:
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post("/sessions/{session_id}/finish", openapi_extra=describe_body(schemas.FinishRequest))
 def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
     """Finish a session. Finishing it again does not change the reason."""
     request = call.body.parse_model(schemas.FinishRequest)
@@ -135,7 +135,7 @@ def get_session(session_id: str, call: IncomingList, access_scope: AccessScope =
     return call.store.read(work)
 
 
-@router.put("/sessions/{session_id}/project")
+@router.put("/sessions/{session_id}/project", openapi_extra=describe_body(schemas.ProjectRequest))
 def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     """Move a session, with its runs and checkpoints, into a project."""
     project_id = call.body.parse_model(schemas.ProjectRequest).project_id
@@ -157,7 +157,11 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     return {}
 
 
-@router.post("/sessions/search", response_model=schemas.SessionSearchResponse)
+@router.post(
+    "/sessions/search",
+    response_model=schemas.SessionSearchResponse,
+    openapi_extra=describe_body(schemas.SessionSearchRequest),
+)
 def search_sessions(call: IncomingList) -> Response:
     """Search sessions, newest first."""
     request = call.body.parse_model(schemas.SessionSearchRequest)

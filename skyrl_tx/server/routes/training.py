@@ -10,7 +10,7 @@ from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, describe_body
 from skyrl_tx.server.submission import submission, training, wire_pb2
 from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 from skyrl_tx.server.submission.submission import Submission, submit, submit_json
@@ -19,7 +19,7 @@ from skyrl_tx.store import engine_state
 router = APIRouter()
 
 
-@router.post("/create_model", response_model_exclude_none=True)
+@router.post("/create_model", response_model_exclude_none=True, openapi_extra=describe_body(schemas.CreateModelRequest))
 def create_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the creation of a model with a new LoRA adapter."""
     request = call.body.parse_request()
@@ -34,7 +34,11 @@ def create_model(call: Incoming) -> schemas.FutureHandle:
     return call.store.write(lambda tx: submission.submit_creation(tx, call, ids, create))
 
 
-@router.post("/forward_backward", response_model_exclude_none=True)
+@router.post(
+    "/forward_backward",
+    response_model_exclude_none=True,
+    openapi_extra=describe_body(schemas.ForwardBackwardRequest, is_also_protobuf=True),
+)
 def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward/backward request, in protobuf or JSON."""
     if call.body.is_protobuf:
@@ -48,7 +52,7 @@ def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     )
 
 
-@router.post("/forward", response_model_exclude_none=True)
+@router.post("/forward", response_model_exclude_none=True, openapi_extra=describe_body(schemas.ForwardRequest))
 def forward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward request without gradients, in JSON (SDK up to 0.24)."""
     return submit_json(
@@ -59,20 +63,20 @@ def forward(call: IncomingData) -> schemas.FutureHandle:
     )
 
 
-@router.post("/optim_step", response_model_exclude_none=True)
+@router.post("/optim_step", response_model_exclude_none=True, openapi_extra=describe_body(schemas.OptimStepRequest))
 def optim_step(call: Incoming) -> schemas.FutureHandle:
     """Queue an optimizer step."""
     return submit_json(call, "optim_step", schemas.OptimStepRequest, training.translate_optim_step)
 
 
-@router.post("/unload_model", response_model_exclude_none=True)
+@router.post("/unload_model", response_model_exclude_none=True, openapi_extra=describe_body(schemas.UnloadModelRequest))
 def unload_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the removal of a model (SDK up to 0.25)."""
     unload = Submission.from_request(requests.UnloadModel())
     return submit_json(call, "unload_model", schemas.UnloadModelRequest, lambda schema: unload)
 
 
-@router.post("/get_info", response_model_exclude_none=True)
+@router.post("/get_info", response_model_exclude_none=True, openapi_extra=describe_body(schemas.GetInfoRequest))
 def get_info(call: Incoming) -> schemas.GetInfoResponse:
     """Describe a model: its base model, tokenizer and LoRA rank."""
     model_id = ModelId(call.body.parse_model(schemas.GetInfoRequest).model_id)
@@ -87,7 +91,11 @@ def get_info(call: Incoming) -> schemas.GetInfoResponse:
     )
 
 
-@router.post("/create_custom_loss", response_model_exclude_none=True)
+@router.post(
+    "/create_custom_loss",
+    response_model_exclude_none=True,
+    openapi_extra=describe_body(schemas.CreateCustomLossRequest),
+)
 def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
     """Compile an uploaded loss and store it for its session. 400 names an unsupported node.
 

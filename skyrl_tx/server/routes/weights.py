@@ -14,7 +14,7 @@ from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
-from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, describe_body
 from skyrl_tx.server.schemas.training import FutureHandle, OptimizerConfig
 from skyrl_tx.server.submission import submission, weights
 from skyrl_tx.server.submission.submission import Submission, submit_json
@@ -27,13 +27,17 @@ router = APIRouter()
 _FINISH_REASON = "success: made by copy_weights"
 
 
-@router.post("/save_weights", response_model_exclude_none=True)
+@router.post("/save_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.SaveWeightsRequest))
 def save_weights(call: Incoming) -> FutureHandle:
     """Queue a save of weights and optimizer state under a name."""
     return submit_json(call, "save_weights", schemas.SaveWeightsRequest, weights.translate_save_weights)
 
 
-@router.post("/save_weights_for_sampler", response_model_exclude_none=True)
+@router.post(
+    "/save_weights_for_sampler",
+    response_model_exclude_none=True,
+    openapi_extra=describe_body(schemas.SaveWeightsForSamplerRequest),
+)
 def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     """Queue a save of weights to sample from, with or without a name."""
     model_id = ModelId(call.body.parse_request().parse_ids(ModelRequestIds).model_id)
@@ -46,7 +50,11 @@ def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     )
 
 
-@router.post("/save_weights_external", response_model_exclude_none=True)
+@router.post(
+    "/save_weights_external",
+    response_model_exclude_none=True,
+    openapi_extra=describe_body(schemas.SaveWeightsExternalRequest),
+)
 def save_weights_external(call: Incoming) -> FutureHandle:
     """Queue a save of weights for download, in the PEFT layout."""
     return submit_json(
@@ -54,7 +62,7 @@ def save_weights_external(call: Incoming) -> FutureHandle:
     )
 
 
-@router.post("/load_weights", response_model_exclude_none=True)
+@router.post("/load_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.LoadWeightsRequest))
 def load_weights(call: Incoming) -> FutureHandle:
     """Queue a load of a checkpoint into a model, or the creation of a model from a checkpoint."""
     request = call.body.parse_request()
@@ -77,7 +85,7 @@ def load_weights(call: Incoming) -> FutureHandle:
     return call.store.write(work)
 
 
-@router.post("/weights_info", response_model_exclude_none=True)
+@router.post("/weights_info", response_model_exclude_none=True, openapi_extra=describe_body(schemas.WeightsInfoRequest))
 def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
     """Describe the weights of a checkpoint."""
     # SDKs up to 0.36 create the model from this response before they load the checkpoint into it.
@@ -95,7 +103,7 @@ def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
     )
 
 
-@router.post("/copy_weights")
+@router.post("/copy_weights", openapi_extra=describe_body(schemas.CopyWeightsRequest))
 def copy_weights(call: Incoming) -> dict[str, str]:
     """Copy a checkpoint to another path, in a run that cannot be trained."""
     # A retry, recognized by the destination or by the idempotency key, returns the same path.

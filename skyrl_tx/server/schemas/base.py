@@ -4,10 +4,11 @@ Requests keep unknown fields, so that the server can refuse or log them.
 """
 
 from datetime import UTC, datetime
-from typing import Annotated, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """A 64-bit integer, which the codec, NumPy and the database can store. JSON has no limit."""
@@ -40,6 +41,28 @@ class Response(BaseModel):
     """An object in a response."""
 
     model_config = ConfigDict(protected_namespaces=())
+
+
+BODIES: dict[str, type[WireModel]] = {}
+"""The requests in the OpenAPI document, by name."""
+
+
+def describe_body(kind: type[WireModel], *, is_also_protobuf: bool = False) -> dict[str, Any]:
+    """Describe the body of an endpoint for the OpenAPI document, as `openapi_extra` of its route.
+
+    Endpoints parse bodies themselves, so FastAPI does not know their schemas.
+    """
+    BODIES[kind.__name__] = kind
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+    if is_also_protobuf:
+        content["application/x-protobuf"] = {"schema": {"type": "string", "format": "binary"}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def make_body_schemas() -> dict[str, Any]:
+    """Return the JSON schemas of the described bodies, and of the objects in them, by name."""
+    kinds: list[tuple[type[BaseModel], Literal["validation"]]] = [(kind, "validation") for kind in BODIES.values()]
+    return models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
 
 
 Table = Annotated[dict[str, ValueT], Field(max_length=_MAX_NAMES)]

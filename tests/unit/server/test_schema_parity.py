@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
+import json
 import pkgutil
+import re
 import typing
 from types import ModuleType
 from typing import Any
@@ -76,16 +78,37 @@ def get_fields(kind: Any) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def routes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("data")
     store = Store.open(directory, role="api")
     try:
-        paths = create_app(
-            ApiSettings(data_dir=directory, base_model="tiny"), store, load_server_extensions(APPS)
-        ).openapi()["paths"]
+        app = create_app(ApiSettings(data_dir=directory, base_model="tiny"), store, load_server_extensions(APPS))
+        return app.openapi()
     finally:
         store.close()
-    return {path.removeprefix("/api/v1/"): operations for path, operations in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def routes(document: dict[str, Any]) -> dict[str, Any]:
+    return {path.removeprefix("/api/v1/"): operations for path, operations in document["paths"].items()}
+
+
+def test_openapi_document_describes_bodies(document: dict[str, Any], routes: dict[str, Any]) -> None:
+    without = {
+        (method, path)
+        for path, operations in routes.items()
+        for method, operation in operations.items()
+        if method in ("post", "put") and "requestBody" not in operation
+    }
+    free_form = {"client/config", "client/dynamic_config", "telemetry", "auth/token", "/trackio/api/{name}"}
+    assert {path for _, path in without} - free_form == {"training_runs/{run_id}/checkpoints/{kind}/{name}/publish"}, (
+        "publishing has no body"
+    )
+    content = routes["forward_backward"]["post"]["requestBody"]["content"]
+    assert content.keys() == {"application/json", "application/x-protobuf"}
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert named <= document["components"]["schemas"].keys()
+    assert {"AdamParams", "OptimStepRequest", "ChatCompletionRequest"} <= named
 
 
 def test_sdk_has_requests() -> None:
