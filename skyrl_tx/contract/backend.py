@@ -173,7 +173,9 @@ class AbstractBackend(SamplingBackend):
     """Owns the devices, the base weights, and the adapter, gradient and optimizer of each model.
 
     The engine calls all methods from one thread. It checks arguments against `Capabilities` and
-    `LossSpec` before each call, so a backend may assert these limits.
+    `LossSpec` before each call, so a backend may assert these limits. The exceptions are
+    `max_models` and `max_samplers`: with all slots in use, `create_model`, `load_sampler`, and
+    `restore` with a new id raise CapacityError.
 
     **Errors.** Raise UserError if the caller made a mistake, CapacityError if memory or slots are
     exhausted, and BackendLost if the state on the device is lost. After BackendLost the engine
@@ -285,7 +287,7 @@ class AbstractBackend(SamplingBackend):
     def open_snapshot(self, directory: Path) -> Snapshot:
         """Open files that `Snapshot.write` wrote.
 
-        Raises UserError if they do not fit the base model.
+        Raises UserError if files are missing or damaged, or do not fit the base model.
         """
 
     @abstractmethod

@@ -374,9 +374,13 @@ def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
     targets = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     if not any(targets.values()):
         raise UserError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
-    for target, is_trained in targets.items():
-        if is_trained and target not in capabilities.lora_targets:
-            raise UserError(f"lora_config.train_{target} True: this server cannot train these layers")
+    if refused := [
+        f"train_{name}" for name, is_on in targets.items() if is_on and name not in capabilities.lora_targets
+    ]:
+        raise UserError(
+            f"lora_config.{', '.join(refused)} True: this server cannot train these layers; "
+            f"create the client with {', '.join(f'{name}=False' for name in refused)}"
+        )
 
 
 def _check_tokens(field: str, tokens: NumberArray, vocab_size: int) -> None:

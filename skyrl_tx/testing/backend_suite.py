@@ -8,17 +8,26 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, StatePart
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver, Drawn, same_bits
-from skyrl_tx.testing.loss_checks import LossChecks
-from skyrl_tx.testing.sampling_checks import SamplingChecks
-from skyrl_tx.testing.state_checks import StateChecks
+
+try:
+    import pytest
+
+    from skyrl_tx.testing.loss_checks import LossChecks
+    from skyrl_tx.testing.sampling_checks import SamplingChecks
+    from skyrl_tx.testing.state_checks import StateChecks
+except ModuleNotFoundError as error:
+    if error.name != "pytest":
+        raise
+    message = f"skyrl_tx.testing.backend_suite: pytest is not installed: pip install '{DISTRIBUTION}[testing]'"
+    raise ModuleNotFoundError(message, name="pytest") from error
 
 
 class BackendSuite(LossChecks, SamplingChecks, StateChecks):

@@ -166,7 +166,17 @@ def test_invalid_models():
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
 
-    with raises("lora_config.train_mlp True: this server cannot train these layers"):
+    refused = "lora_config.train_attn, train_mlp True: this server cannot train these layers; create the client with "
+    with raises(refused + "train_attn=False, train_mlp=False"):
+        prepare.check_create(
+            CreateModel(base_model="tiny", spec=SPEC),
+            replace(CAPABILITIES, lora_targets=frozenset({"unembed"})),
+            ["tiny"],
+        )
+
+    with raises(
+        "lora_config.train_mlp True: this server cannot train these layers; create the client with train_mlp=F"
+    ):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
