@@ -476,18 +476,6 @@ def test_scripts_are_served_with_their_types_and_no_other_file(world: ConsoleWor
             assert browser.get(f"/console/static/x/{path}").status_code == 404
 
 
-def test_an_unknown_address_is_a_page_for_browsers_and_json_for_programs(world: ConsoleWorld, ann_key: str) -> None:
-    html = {"Accept": "text/html,application/xhtml+xml"}
-    with world.browser() as browser:
-        page = browser.client.get("/overwiev", headers=html)
-        assert page.status_code == 404 and "there is no page" in page.text and 'href="/overview"' in page.text
-        assert browser.client.get("/overwiev").json() == {"detail": "Not Found"}
-        for path, status in (("/v1/nothing", 404), ("/api/v1/nothing", 404), ("/logout", 405)):
-            answer = browser.client.get(path, headers={**html, "X-API-Key": ann_key})
-            assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), path
-        assert browser.client.post("/overwiev", headers=html).json() == {"detail": "Not Found"}
-
-
 def test_without_the_console_its_addresses_are_unknown(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", no_console=True)
     with live_api(settings) as server:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 from sqlmodel import Session
 
-from skyrl_tx.apps.console.health import describe_wait
-from skyrl_tx.contract.ids import ModelId, SamplingSessionId
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import engine_state, models, sessions
-from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
+from skyrl_tx.store.tables import EngineStateRow, ModelRow
 from tests.support.console_world import ConsoleWorld, console_world
 
 
@@ -67,13 +66,6 @@ def add_engine(tx: Session) -> dict[str, ModelId]:
     return names
 
 
-def test_the_playground_learns_what_a_reply_waits_for(world: ConsoleWorld) -> None:
-    assert "compiles a program" in describe_wait("step_sample (compiling)") and describe_wait("step_sample") == ""
-    with world.browser(world.key("ann")) as ann, world.browser() as stranger:
-        assert ann.get("/console/data/engine").json()["detail"]
-        assert stranger.get("/console/data/engine").status_code == 401
-
-
 def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> None:
     with world.browser(world.key("ann")) as ann, world.browser(world.key("root", "admin")) as root:
         assert ">Engines<" not in ann.get("/health").text, "one engine is described above"
@@ -89,26 +81,3 @@ def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> 
         assert '<td class="num">2</td>' in line, "models of all owners count"
     assert names["ann"] in pages["ann"] and names["bob"] not in pages["ann"]
     assert names["ann"] in pages["root"] and names["bob"] in pages["root"]
-
-
-def test_a_session_shows_its_newest_samplers_and_all_on_request(world: ConsoleWorld) -> None:
-    def add(tx: Session) -> str:
-        session_id = sessions.create(tx, owner="ann", now=time.time())
-        tx.flush()
-        for number in range(10):
-            name = SamplingSessionId(f"{session_id}:sample:{number}")
-            row = SamplingSessionRow(
-                sampling_session_id=name,
-                session_id=session_id,
-                base_model="fake",
-                created_at=100.0 + number,
-                last_used_at=100.0,
-            )
-            tx.add(row)
-        return session_id
-
-    session_id = world.server.store.write(add)
-    with world.browser(world.key("ann")) as ann:
-        few, everything = (ann.get(f"/sessions/{session_id}{query}").text for query in ("", "?samplers=all"))
-    assert few.count(":sample:") == 8 and "Show all 10 samplers" in few and ":sample:9" in few
-    assert everything.count(":sample:") == 10 and "Show all" not in everything
