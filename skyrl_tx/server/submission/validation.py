@@ -33,7 +33,6 @@ _PIECE = 2**20
 _MAX_NAME_CHARS = 100
 _NUMBERS = frozenset({int, float})
 _REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
-_REFUSED_REASON = "text must not contain U+0000 or half of a surrogate pair, which cannot be stored"
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
 """Bytes that begin a JSON part, in halves of a part: a string has two quotes."""
 _Nested = dict[int, "_Nested | None"]
@@ -200,7 +199,7 @@ def is_storable(text: str) -> bool:
 def check_text(text: str, where: str) -> str:
     """Return text of a client. Raises UserError if a database cannot store it."""
     if not is_storable(text):
-        raise UserError(f"{where} {quote_value(text)}: {_REFUSED_REASON}")
+        raise UserError(_describe_refusal(where, text))
     return text
 
 
@@ -210,7 +209,13 @@ def describe_refused_text(value: object) -> str | None:
     if found is None:
         return None
     place, text = found
-    return f"{place.lstrip(' .')} {quote_value(text)}: {_REFUSED_REASON}"
+    return _describe_refusal(place.lstrip(" ."), text)
+
+
+def _describe_refusal(where: str, text: str) -> str:
+    return (
+        f"{where} {quote_value(text)}: text must not contain U+0000 or half of a surrogate pair, which cannot be stored"
+    )
 
 
 def _find_refused_text(value: object) -> tuple[str, str] | None:
