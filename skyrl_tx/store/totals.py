@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, Text, bindparam, case, cast, func, or_, select
+from sqlalchemy import ColumnElement, Select, Text, bindparam, case, cast, func, or_, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
@@ -31,12 +31,24 @@ _ACTIVE = (
 _NUM_BYTES = func.length(col(RequestRow.body)) + func.coalesce(func.length(col(RequestRow.result)), 0)
 _METADATA_BYTES = func.length(cast(col(SessionRow.user_metadata), Text)) + func.length(cast(col(SessionRow.tags), Text))
 _ROW_BYTES = 256
+_NO_LIMIT = 2**60
+
+
+def _sum_requests(condition: ColumnElement[bool]) -> Select[Any, Any]:
+    """Sum the sizes of requests and results by owner.
+
+    The limit makes SQLite compute the sizes before it sorts by owner. Otherwise it would sort the
+    contents, which takes 40 times as long.
+    """
+    owner, num_bytes = col(RequestRow.owner), _NUM_BYTES.label("num_bytes")
+    sizes = select(owner, num_bytes).where(condition).limit(_NO_LIMIT).subquery()
+    return select(sizes.c.owner, func.sum(sizes.c.num_bytes)).group_by(sizes.c.owner)
+
+
 _STORED = (
     # Each condition has its own partial index, so that requests without contents are not read.
-    *(
-        select(col(RequestRow.owner), func.sum(_NUM_BYTES)).where(condition).group_by(col(RequestRow.owner))
-        for condition in (IS_OPEN, col(RequestRow.result).is_not(None))
-    ),
+    _sum_requests(IS_OPEN),
+    _sum_requests(col(RequestRow.result).is_not(None)),
     select(col(SessionRow.owner), func.sum(_METADATA_BYTES + _ROW_BYTES)).group_by(col(SessionRow.owner)),
     select(col(SessionRow.owner), func.count() * _ROW_BYTES)
     .join(SamplingSessionRow, col(SamplingSessionRow.session_id) == col(SessionRow.session_id))
