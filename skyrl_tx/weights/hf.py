@@ -185,14 +185,41 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of `generation_config.json`, or else of `config.json`."""
+    """Return the end-of-sequence tokens of a model and of its tokenizer.
+
+    The model names its tokens in `generation_config.json`, or else in `config.json`. Some base models
+    name another token than their tokenizers, and a sample ends at either, as in vLLM.
+    """
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
+        if not found and (directory / name).is_file():
             content = read_json(directory, name)
             ids = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    return ()
+            found += ids if isinstance(ids, list) else [] if ids is None else [int(ids)]
+    own = _read_tokenizer_eos(directory)
+    return tuple(dict.fromkeys(found if own is None else [*found, own]))
+
+
+def _read_tokenizer_eos(directory: Path) -> int | None:
+    """Return the end-of-sequence token of a tokenizer, or None if its files do not say which it is."""
+    # The configuration names the token by its text
+    config, older = (
+        read_json(directory, name) if (directory / name).is_file() else dict[str, Any]()
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    value = config.get("eos_token")
+    if "added_tokens_decoder" not in config:
+        value = older.get("eos_token") or value
+    text = value.get("content") if isinstance(value, dict) else value
+
+    # Its id is in the configuration, in the list of added tokens, or in the vocabulary
+    ids = {token["content"]: int(id_) for id_, token in (config.get("added_tokens_decoder") or {}).items()}
+    if text is not None and text not in ids and (directory / "tokenizer.json").is_file():
+        tokenizer = read_json(directory, "tokenizer.json")
+        vocabulary = (tokenizer.get("model") or {}).get("vocab")
+        ids |= vocabulary if isinstance(vocabulary, dict) else {}
+        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    return ids.get(text)
 
 
 def load(

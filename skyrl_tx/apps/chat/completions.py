@@ -14,7 +14,7 @@ from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import CompletionRequest
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
@@ -70,7 +70,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
         ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
-            params=params,
+            params=add_stop_token(params, service.text.eos_token_id),
             options=options,
             num_samples=num_samples,
             is_streamed=bool(request.stream),

@@ -161,7 +161,9 @@ class ModelText:
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """The EOS token in the tokenizer's configuration, or None."""
+        """The EOS token in the tokenizer's configuration, or None if there is none."""
+        if not self.has_tokenizer:
+            return None
         name = self._files.special_tokens.get("eos_token")
         return None if name is None else self.tokenizer.token_to_id(name)
 

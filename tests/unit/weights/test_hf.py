@@ -287,6 +287,28 @@ def test_eos_comes_from_the_generation_config_first(directory):
     assert hf.read_eos_token_ids(directory) == (1,)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"eos_token": "<end>"}},
+        {"tokenizer_config.json": {"eos_token": {"content": "<end>"}, "added_tokens_decoder": {}}},
+        {"tokenizer_config.json": {"eos_token": "a"}, "special_tokens_map.json": {"eos_token": {"content": "<end>"}}},
+        {"special_tokens_map.json": {"eos_token": "<end>"}},
+    ],
+    ids=["text", "object", "older file first", "older file"],
+)
+@pytest.mark.parametrize("is_added", [False, True])
+def test_eos_of_the_tokenizer_ends_a_sample_too(directory, files, is_added):
+    vocabulary = {"a": 4} | ({} if is_added else {"<end>": 7})
+    added = [{"id": 7, "content": "<end>", "special": True}] if is_added else []
+    tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocabulary}}
+    for name, content in (files | {"tokenizer.json": tokenizer}).items():
+        (directory / name).write_text(json.dumps(content))
+    assert hf.read_eos_token_ids(directory) == (1, 7)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 6]}')
+    assert hf.read_eos_token_ids(directory) == (7, 6)
+
+
 def test_resolve_accepts_directories_and_names_a_missing_model(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hf.resolve_model(str(directory)) == directory
