@@ -105,7 +105,7 @@ def _make_chat_endpoints() -> Iterator[str]:
     yield "## OpenAI and Anthropic"
     yield reference_text.CHAT_ENDPOINTS
     for prefix, router in ((OPENAI_PREFIXES[0], chat_routes.openai), (ANTHROPIC_PREFIX, chat_routes.anthropic)):
-        for route in (route for route in router.routes if isinstance(route, APIRoute)):
+        for route in (route for route in router.routes if isinstance(route, APIRoute) and route.include_in_schema):
             (method,) = route.methods
             yield f"### `{method} {prefix}{route.path_format}`"
             yield first_line(route.endpoint)

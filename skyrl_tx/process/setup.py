@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from skyrl_tx.process.text import make_line, make_visible
 
@@ -57,6 +57,12 @@ class CommonSettings(BaseModel):
     """Hub id or local directory of the model to serve."""
     served_model_name: str | None = None
     """Name of the model for clients; default: the value of --base-model."""
+
+    @field_validator("base_model")
+    @classmethod
+    def _strip_slash(cls, name: str) -> str:
+        """Remove slashes at the end, which shells add to directories. They would be part of the name."""
+        return name.rstrip("/") or name
 
     @property
     def store_url(self) -> str | None:

@@ -120,7 +120,11 @@ class ApiFlags(CommonSettings):
         Accepts the served name, the name of the base model and the aliases, each with or without a
         variant such as `:peft:262144`. Raises UserError for other names.
         """
-        if _VARIANT.sub("", name) not in (self.served_model_name, self.base_model, *self.served_model_aliases):
+        if _VARIANT.sub("", name).rstrip("/") not in (
+            self.served_model_name,
+            self.base_model,
+            *self.served_model_aliases,
+        ):
             raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.model_names))}")
         return self.public_model_name
 

@@ -320,6 +320,16 @@ def test_echo_without_new_tokens_scores_a_prompt(stack: LiveStack) -> None:
         assert top[token] == logprob < 0
 
 
+@pytest.mark.parametrize(
+    "path", ["/api/v1/healthz", "/api/v1/livez", "/metrics", "/v1/models", f"/v1/models/{PUBLIC_NAME}"]
+)
+def test_head_is_answered_like_get_without_a_body(stack: LiveStack, path: str) -> None:
+    client = stack.server.client
+    head, got = client.head(path), client.get(path)
+    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert head.status_code == HTTPStatus.OK and head.content == b"" != got.content
+
+
 def test_models_are_the_names_that_may_be_sent(stack: LiveStack) -> None:
     with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()

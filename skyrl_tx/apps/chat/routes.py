@@ -55,8 +55,9 @@ for router, path, endpoint, body in (
     (anthropic, "/messages/count_tokens", count_tokens, schemas.CountTokensRequest),
 ):
     router.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=describe_body(body))
-openai.add_api_route("/models", list_models, methods=["GET"], response_model=None)
-openai.add_api_route("/models/{model_id:path}", get_model, methods=["GET"], response_model=None)
+for path, endpoint in (("/models", list_models), ("/models/{model_id:path}", get_model)):
+    openai.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    openai.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def create_routers() -> list[APIRouter]:
@@ -75,7 +76,8 @@ def create_routers() -> list[APIRouter]:
 
 
 def _create_not_found(prefix: str, router: APIRouter) -> Callable[[str, Request, Caller], Awaitable[None]]:
-    offered = ", ".join(f"{prefix}{getattr(route, 'path_format', '')}" for route in router.routes)
+    paths = dict.fromkeys(f"{prefix}{getattr(route, 'path_format', '')}" for route in router.routes)
+    offered = ", ".join(paths)
 
     async def refuse(path: str, request: Request, caller: Caller) -> None:
         """Return 404 for every path that has no endpoint, with the list of endpoints."""

@@ -83,6 +83,7 @@ def get_capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
 
 
 @router.get("/healthz")
+@router.head("/healthz", include_in_schema=False)
 def get_health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report health: 200 while the engine executes requests, otherwise 503 with the reason.
 
@@ -99,6 +100,7 @@ def get_health(context: Annotated[ApiContext, Depends(get_context)], response: R
 
 
 @router.get("/livez")
+@router.head("/livez", include_in_schema=False)
 async def get_liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report whether this process works: 200 unless one of its threads has died.
 
@@ -160,7 +162,7 @@ def revoke_own_key(call: Incoming) -> None:
     call.context.authenticator.clear_cache()
 
 
-@metrics_router.get("/metrics", include_in_schema=False)
+@metrics_router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(get_context)]) -> Response:
     """Return all metrics in the Prometheus text format, or in OpenMetrics if that is accepted."""
     await _check_metrics_access(request, context)

@@ -23,3 +23,10 @@ def test_unknown_model_error_lists_served_names() -> None:
         settings(served_model_aliases=["org/judge"]).resolve_model_name("org/other")
     with pytest.raises(UserError, match="'org/judge:fast'"):
         settings(served_model_aliases=["org/judge"]).resolve_model_name("org/judge:fast")
+
+
+def test_slash_at_the_end_of_a_directory_is_no_part_of_the_name() -> None:
+    settings = ApiSettings(data_dir=Path("/data"), base_model="models/smollm2//")
+    assert settings.public_model_name == settings.base_model == "models/smollm2"
+    assert settings.resolve_model_name("models/smollm2/") == "models/smollm2"
+    assert ApiSettings(data_dir=Path("/data"), base_model="/").base_model == "/"
