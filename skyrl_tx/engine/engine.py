@@ -97,6 +97,8 @@ class Engine:
         watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
         watchdog.start()
         self.store.observe_commits(self.meters.store_write_s.observe)
+        engines = self.store.read(engine_state.list_engines)
+        last_active_at = max((row.updated_at for row in engines), default=None)
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.reassign_previous_work(self.store)
         status.start()
@@ -117,7 +119,7 @@ class Engine:
             context = self._make_context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
             self._close_previous_engine()
-            loop = _Loop(context, self.artifacts)
+            loop = _Loop(context, self.artifacts, last_active_at)
 
             # Recover. Requests that were running when the last engine crashed run one at a time.
             attempts.runs_one_at_a_time = True
@@ -263,7 +265,7 @@ class Engine:
 class _Loop:
     """The components that the engine's loop drives, and one turn of the loop."""
 
-    def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
+    def __init__(self, context: EngineContext, artifacts: ArtifactStore, last_active_at: float | None) -> None:
         self._context, capabilities = context, context.capabilities
         self.refresh_admission()
 
@@ -284,7 +286,7 @@ class _Loop:
         # Sampling, and the intake that feeds both.
         self.sampling = SamplingExecutor(context)
         self._intake = Intake(context, self._schedule, self.sampling)
-        self._api_uptime = ApiUptime(context.store)
+        self._api_uptime = ApiUptime(context.store, last_active_at)
 
         # Maintenance.
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)

@@ -34,6 +34,8 @@ _MAX_CLOCK_STEP_S = 5.0
 """Difference between the two clocks that counts as a set clock or a suspended machine."""
 _BATCH_ROWS = 500
 """Rows that one transaction removes beyond a limit, for example points of a run."""
+_STEADY_CLOCK_S = 3600.0
+"""Nothing expires for this long after the clock was set: it may be wrong, and corrected soon."""
 _MAX_CHECK_GAP_S = 60.0
 """Maximum uptime that one check adds to `get_continuous_s`.
 
@@ -55,10 +57,25 @@ class ApiUptime:
     monotonic clock, which does neither.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, last_active_at: float | None = None) -> None:
+        """`last_active_at` is when an engine was last active, if one ever was.
+
+        A clock that was set while no engine ran looks like a long time without an engine.
+        """
         self._store = store
         self._checked_at, self._checked_time_of_day = time.monotonic(), time.time()
         self._total_s = self._continuous_s = 0.0
+        self._clock_set_at = -math.inf
+        if last_active_at is not None and abs(self._checked_time_of_day - last_active_at) > _STEADY_CLOCK_S:
+            self._clock_set_at = self._checked_at
+
+    def has_steady_clock(self) -> bool:
+        """Return whether the clock has not been set for an hour.
+
+        Also False in the first hour after a start, if no engine ran for an hour before it.
+        """
+        self._check()
+        return self._checked_at - self._clock_set_at >= _STEADY_CLOCK_S
 
     def get_total_s(self) -> float:
         """Return the total uptime in seconds. It does not advance while the API is down."""
@@ -84,10 +101,12 @@ class ApiUptime:
         # Count the time if the API was up.
         if has_jumped:
             _log.warning(
-                "the clock was set by %.0f s, or the machine was suspended; sessions get new time to send heartbeats",
+                "the clock was set by %.0f s, or the machine was suspended; sessions get new time to send heartbeats, "
+                "and nothing expires for an hour",
                 jump,
             )
             self._continuous_s = 0.0
+            self._clock_set_at = self._checked_at
         elif self._store.is_peer_running():
             self._total_s += elapsed
             self._continuous_s += min(elapsed, _MAX_CHECK_GAP_S)
@@ -131,6 +150,8 @@ class Housekeeping:
 
     def expire(self, now: float) -> None:
         """Remove data past its retention, for example models, and close silent sessions."""
+        if not self.api_uptime.has_steady_clock():
+            return
         clock, retention = self._make_clock(now), self.context.retention
 
         def drop(tx: Session) -> list[ModelId]:
@@ -157,7 +178,7 @@ class Housekeeping:
 
         # Decide whether anything may be removed. This is one transaction: requests that arrive
         # after it can only refer to artifacts that are referenced or young.
-        claim = self._claim() if is_keeper else None
+        claim = self._claim() if is_keeper and self.api_uptime.has_steady_clock() else None
         if is_keeper and claim is None:
             return
         has_unread, referenced = self.context.store.read(look)
@@ -217,6 +238,8 @@ class Housekeeping:
 
         Returns True if more are left.
         """
+        if not self.api_uptime.has_steady_clock():
+            return False
         clock, retention = self._make_clock(now), self.context.retention
         is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full

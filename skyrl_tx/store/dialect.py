@@ -30,6 +30,11 @@ PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
 DATABASE_NAME = "skyrl_tx.db"
 """SQLite file in the data directory, used if no other database is configured."""
 _CHECK_POLL_S = 0.1
+SILENT_S = 10.0
+"""Seconds after which an API process that does nothing, for example after SIGSTOP, is not running.
+
+It reads the database at least once a second.
+"""
 
 Failure = tuple[type[StoreError], str]
 """Error class and message for one kind of failure."""
@@ -67,7 +72,10 @@ class Notifier(ABC):
 
     @abstractmethod
     def is_peer_running(self) -> bool:
-        """Return whether a process with the peer's role has the database open."""
+        """Return whether a process with the peer's role has the database open.
+
+        An API process must also have done something within `SILENT_S`.
+        """
 
     def is_alone(self) -> bool:
         """Return whether no other process with this process's role has the database open."""

@@ -24,7 +24,18 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session
 
-from skyrl_tx.store.dialect import DISK_FAILED, FAILED, LOCKED, NO_SPACE, PEER, Dialect, Failure, Notifier, Role
+from skyrl_tx.store.dialect import (
+    DISK_FAILED,
+    FAILED,
+    LOCKED,
+    NO_SPACE,
+    PEER,
+    SILENT_S,
+    Dialect,
+    Failure,
+    Notifier,
+    Role,
+)
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.leases import ENGINE_CHANNEL, ENGINE_CLASS, LOCK_CLASS, MAX_ENGINES
 
@@ -85,6 +96,11 @@ LIMIT 1
 """
 _HOLDERS = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1).replace("LIMIT 1", ""))
 _HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_HAS_ACTIVE_API = text(
+    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'skyrl_tx api%'"
+    " AND coalesce(state_change > clock_timestamp() - :silent_s * interval '1 second', true) LIMIT 1"
+)
+"""Users without privileges see no `state_change` of other users."""
 _END_SILENT_WRITER = """
 SELECT pg_terminate_backend(pid), application_name FROM pg_locks JOIN pg_stat_activity USING (pid)
 WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -425,7 +441,10 @@ class _PostgresqlNotifier(Notifier):
     def is_peer_running(self) -> bool:
         with self._reader.connect() as connection:
             parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
-            return connection.execute(_HAS_HOLDER, parameters).first() is not None
+            is_running = connection.execute(_HAS_HOLDER, parameters).first() is not None
+            if is_running and PEER[self._role] == "api":
+                is_running = connection.execute(_HAS_ACTIVE_API, {"silent_s": SILENT_S}).first() is not None
+            return is_running
 
     def is_alone(self) -> bool:
         with self._reader.connect() as connection:

@@ -1,6 +1,7 @@
 """SQLite: a database file that one API process and one engine share on one machine."""
 
 import logging
+import math
 import os
 import secrets
 import select
@@ -26,6 +27,7 @@ from skyrl_tx.store.dialect import (
     NO_SPACE,
     NOT_WRITABLE,
     PEER,
+    SILENT_S,
     Dialect,
     Failure,
     Notifier,
@@ -39,6 +41,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 """Interval between polls for commits whose notification was lost."""
+_ACTIVITY_PERIOD_S = 1.0
 _MAX_ADDRESS_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
 _MAX_WAL_BYTES = 64 * 2**20
 _INCREMENTAL = 2
@@ -228,6 +231,8 @@ class SqliteNotifier(Notifier):
 
     def __init__(self, path: Path, data_dir: Path, role: Role) -> None:
         self._resources = ExitStack()
+        self._is_peer_api = PEER[role] == "api"
+        self._shown_at = -math.inf
 
         # Choose the addresses of this process and its peer.
         name = f"tool-{os.getpid()}-{secrets.token_hex(4)}" if role == "tool" else role
@@ -289,6 +294,7 @@ class SqliteNotifier(Notifier):
         A lost notification is noticed within 100 ms.
         """
         end = time.monotonic() + timeout_s
+        self._show_activity()
         while True:
             left = end - time.monotonic()
             is_notified = bool(self._poll.poll(max(0.0, min(left, _POLL_S)) * 1000))
@@ -300,6 +306,13 @@ class SqliteNotifier(Notifier):
                 return True
             if left <= _POLL_S:
                 return False
+
+    def _show_activity(self) -> None:
+        """Set the time of the socket of this process, at most once a second."""
+        if (now := time.monotonic()) - self._shown_at >= _ACTIVITY_PERIOD_S:
+            self._shown_at = now
+            with suppress(OSError):  # somebody removed the socket
+                os.utime(self._address)
 
     def wake(self) -> None:
         """Send a notification to this process."""
@@ -317,13 +330,14 @@ class SqliteNotifier(Notifier):
             self._socket.sendto(b"", address)
 
     def is_peer_running(self) -> bool:
-        """Return whether a process is bound to the peer's socket."""
+        """Return whether a process is bound to the peer's socket, and whether an API is active."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(self._peer_address)
+                silent_s = time.time() - os.stat(self._peer_address).st_mtime
             except (FileNotFoundError, ConnectionRefusedError):
                 return False
-        return True
+        return silent_s < SILENT_S or not self._is_peer_api
 
     def close(self) -> None:
         """Close the connection, then close and remove the socket."""

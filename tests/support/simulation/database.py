@@ -247,6 +247,9 @@ class _Notifier(SqliteNotifier):
             if address != self._role or other is self:
                 other.receive()
 
+    def _show_activity(self) -> None:
+        """Do nothing: a simulated process is never silent."""
+
     def receive(self) -> None:
         """Take a notification."""
         self._num_received += 1

@@ -1,10 +1,12 @@
 """Fixtures of the engine's tests."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from skyrl_tx.engine import housekeeping
+from skyrl_tx.store import sqlite
 from tests.support.engine_harness import EngineHarness
 
 
@@ -18,7 +20,9 @@ def harness(request, tmp_path):
 
 @pytest.fixture
 def api_is_there_for_long(monkeypatch):
-    """Each check of the API's uptime adds one minute."""
+    """Each check of the API's uptime adds one minute. The time of day can be set without an effect on expiry."""
+    monkeypatch.setattr(sqlite, "SILENT_S", math.inf)
+    monkeypatch.setattr(housekeeping.ApiUptime, "has_steady_clock", lambda self: True)
     now = 0.0
 
     def monotonic() -> float:

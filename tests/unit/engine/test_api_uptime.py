@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.engine import housekeeping
-from skyrl_tx.engine.housekeeping import ApiUptime
+from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.store import sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
@@ -58,6 +58,38 @@ def test_adjustments_of_the_clock_do_not_restart_continuous_uptime(monkeypatch) 
         scene.suspended_s += 0.5
         scene.after(10.0)
     assert scene.api_uptime.get_continuous_s() == 1000.0
+
+
+@pytest.mark.parametrize("step_s", [500 * DAY_S, -500 * DAY_S, 6.0])
+def test_nothing_expires_for_an_hour_after_the_clock_was_set(monkeypatch, step_s: float) -> None:
+    scene = Scene(monkeypatch)
+    assert scene.api_uptime.has_steady_clock()
+
+    # The clock is wrong for 12 seconds. Both steps count.
+    scene.suspended_s = step_s
+    assert not scene.api_uptime.has_steady_clock()
+    scene.after(12.0)
+    scene.suspended_s = 0.0
+    assert not scene.api_uptime.has_steady_clock()
+    scene.after(3590.0)
+    assert not scene.api_uptime.has_steady_clock()
+    scene.after(10.0)
+    assert scene.api_uptime.has_steady_clock()
+
+
+@pytest.mark.parametrize(("last_active_at", "is_steady"), [(900.0, True), (None, True), (-3000.0, False), (1e9, False)])
+def test_a_start_with_a_wrong_clock_waits_too(monkeypatch, last_active_at: float | None, is_steady: bool) -> None:
+    Scene(monkeypatch)
+    store = SimpleNamespace(is_peer_running=lambda: True)
+    assert ApiUptime(store, last_active_at).has_steady_clock() == is_steady
+
+
+def test_housekeeping_removes_nothing_while_the_clock_may_be_wrong() -> None:
+    uptime = SimpleNamespace(has_steady_clock=lambda: False)
+    keeper = Housekeeping(context=None, artifacts=None, sampling=None, api_uptime=uptime)
+    keeper.expire(1e12)
+    keeper.collect_garbage(0, 1e12)
+    assert keeper.prune(1e12) is False
 
 
 @pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.store import engine_state, sqlite
+from skyrl_tx.store import engine_state, postgresql, sqlite
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sqlite import SqliteNotifier
 from skyrl_tx.store.tables import EngineStateRow
@@ -116,6 +116,23 @@ def test_notify_without_a_peer(tmp_path: Path) -> None:
     assert not notifier.wait(0)
     notifier.close()
     assert list(tmp_path.glob("*.sock*")) == []
+
+
+def test_a_stopped_api_is_not_running(tmp_path: Path, open_store, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, engine = open_store("api"), open_store("engine")
+    assert engine.is_peer_running()
+    for module in sqlite, postgresql:
+        monkeypatch.setattr(module, "SILENT_S", 0.3)
+    monkeypatch.setattr(sqlite, "_ACTIVITY_PERIOD_S", 0.05)
+    until(lambda: not engine.is_peer_running())
+
+    def act() -> bool:
+        api.wait(0.0)
+        api.read(engine_state.list_engines)
+        return engine.is_peer_running()
+
+    until(act)
+    assert api.is_peer_running(), "an engine may be silent"
 
 
 def test_a_socket_left_by_a_killed_process_is_replaced(tmp_path: Path) -> None:
