@@ -291,6 +291,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=data_dir.parent, prefix=f".{data_dir.name}-"))
     try:
+        (temporary / _ARTIFACTS).mkdir(mode=0o700)  # `mkdir` below gives parents the default mode
         for name in backup.files:
             if name != backup.database:
                 (temporary / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -307,7 +308,12 @@ def _restore(arguments: argparse.Namespace) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
-    print(f"restored the backup of {format_time(backup.created_at)} to {data_dir}")
+    made_at = format_time(backup.created_at)
+    print(f"restored the backup of {made_at} to {data_dir}")
+    print(
+        f"API keys are as they were then: keys that were revoked after {made_at} are valid again. Before you start the "
+        f"server, look at `skyrl-tx keys list --data-dir {data_dir}` and run `skyrl-tx keys revoke` for these keys"
+    )
     for artifact_id, why in backup.left_out.items():
         print(f"not in the backup: {artifact_id}: {why}")
     return 0

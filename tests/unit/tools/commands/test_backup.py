@@ -94,6 +94,9 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
 
     status, out, err = skyrl_tx(capsys, "restore", tmp_path / "backup", *target)
     assert status == 0 and "restored the backup of" in out, err
+    assert "valid again" in out and f"skyrl-tx keys list --data-dir {tmp_path / 'restored'}" in out
+    for folder in (tmp_path / "restored", tmp_path / "restored" / "artifacts"):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
     assert (tmp_path / "restored" / "signing.key").read_bytes() == b"k" * 32
 
     _, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", *target)
