@@ -320,6 +320,7 @@ class JaxBackend(AbstractBackend):
     @override
     def meters(self) -> Meters:
         limit, compilation = self._dispatch_limit, self._compilation
+        compilation.return_memory()
         return replace(
             self._scheduler.meters(),
             progress=None if self._training_programs is None else self._training_programs.progress(),

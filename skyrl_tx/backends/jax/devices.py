@@ -44,10 +44,10 @@ _COMPILATION = "/jax/core/compile/"
 _COMPILED = _COMPILATION + "backend_compile_duration"
 """The JAX event of the compiler. It also occurs if the program is read from the compilation cache.
 """
-_TRIM_S = 0.1
-"""After a compilation that took longer than this, the allocator returns its free memory.
+_TRIM_DELAY_S = 1.0
+"""The allocator returns its free memory this long after a compilation, which needs hundreds of MiB.
 
-A compilation of several seconds needs some hundred MiB, which glibc keeps.
+JAX frees a part of it only after the event of the compiler.
 """
 _MIB = 2**20
 
@@ -92,6 +92,7 @@ class CompilationMonitor:
         self._num_running = 0  # tracing, lowering and compiling may be nested
         self._num_waiting = 0
         self._last_end = -math.inf
+        self._trim_at: float | None = None
         self._this_thread = threading.local()
         self.num_compiled = 0
         self.seconds = 0.0
@@ -140,8 +141,13 @@ class CompilationMonitor:
             with self._lock:
                 self.num_compiled += 1
                 self.seconds += duration_secs
-            if duration_secs > _TRIM_S:
-                trim_allocator()
+                self._trim_at = self._trim_at or time.monotonic() + _TRIM_DELAY_S
+
+    def return_memory(self) -> None:
+        """Return memory to the system that compilations have freed, a short time after their end."""
+        if self._trim_at is not None and time.monotonic() >= self._trim_at:
+            self._trim_at = None
+            trim_allocator()
 
     def _count(self, event: str, change: int) -> None:
         if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_excluded", False):
