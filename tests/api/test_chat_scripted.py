@@ -229,6 +229,17 @@ def test_seed_of_minus_one_is_random(server_and_player: tuple[Server, ScriptedPl
     assert len({*drawn, -1}) == 4 and fixed == 5
 
 
+def test_reply_ends_at_the_end_of_sequence_of_the_tokenizer(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
+    player.play = reply("12.")
+    end = TOKENIZER.token_to_id("<|im_end|>")
+    for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": TALK}), (MESSAGES, {"messages": TALK})):
+        assert post(server, path, **prompt).status_code == HTTPStatus.OK
+        assert player.seen[-1].params.stop_token_ids == (end,)
+    assert post(server, COMPLETIONS, prompt="x", ignore_eos=True).status_code == HTTPStatus.OK
+    assert player.seen[-1].params.stop_token_ids == ()
+
+
 def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
     server, player = server_and_player
     player.play = reply(REPLY)

@@ -210,13 +210,14 @@ class _Completion(OpenAiReply):
         and log-probabilities.
         """
         prompt_index, choice = index // self._num_samples, self._choices[index]
-        text, scored_prompt = choice.text, list[list[TokenLogprob]]()
+        text, echo = choice.text, None
         more: JsonObject = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
 
         if not choice.is_started:
             text = self._echo(prompt_index) + text
             if self._request.echo and choice.logprobs is not None:
-                scored_prompt = [*self._score_prompt(prompt_index, self._top)]
+                scored = self._score_prompt(prompt_index, self._top)
+                echo = logprobs.Echo(self._echo(prompt_index), self._prompts[prompt_index].tokens, scored)
             if (k := self._request.prompt_logprobs) is not None:
                 more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(prompt_index, k), k)
             if self._request.return_token_ids:
@@ -225,7 +226,7 @@ class _Completion(OpenAiReply):
         described = None
         if choice.logprobs is not None:
             slices = logprobs.score_deltas(choice.scored, self._top)
-            described = choice.logprobs.describe(slices, scored_prompt, self._echo(prompt_index))
+            described = choice.logprobs.describe(slices, echo)
         return {
             "index": index,
             "text": text,

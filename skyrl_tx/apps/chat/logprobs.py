@@ -102,6 +102,15 @@ class _JsonList:
         return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that the text of a choice begins with. `scored` has its tokens in slices."""
+
+    text: str
+    tokens: Sequence[int]
+    scored: Iterable[list[TokenLogprob]]
+
+
 class CompletionLogprobs:
     """Makes the `logprobs` objects of one choice of a completion.
 
@@ -115,21 +124,17 @@ class CompletionLogprobs:
         self._offset = 0
         """The position of the next token in the choice's text."""
 
-    def describe(
-        self, sampled: Iterable[list[TokenLogprob]], prompt: Iterable[list[TokenLogprob]] = (), echo: str = ""
-    ) -> dict[str, object]:
+    def describe(self, sampled: Iterable[list[TokenLogprob]], echo: Echo | None = None) -> dict[str, object]:
         """Return the `logprobs` object of the next tokens.
 
-        `prompt` has the tokens of the text `echo` at the beginning of the choice's text.
+        `echo` is the prompt, if it is at the beginning of the choice's text.
         """
         lists = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-        slices = [*prompt]
-        if slices:
+        if echo is not None:
             # Tokens that the tokenizer added before the text, for example BOS, begin at its start
-            decoded = self._text.decode([scored.token for part in slices for scored in part], skip_special=False)
-            self._offset = -max(decoded.find(echo), 0)
-            self._add(lists, slices, Detokenizer(self._text, skip_special=False))
-            self._offset = len(echo)
+            self._offset = -max(self._text.decode(echo.tokens, skip_special=False).find(echo.text), 0)
+            self._add(lists, echo.scored, Detokenizer(self._text, skip_special=False))
+            self._offset = len(echo.text)
         self._add(lists, sampled, self._detokenizer)
         return {name: values.finish() for name, values in lists.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_tx.apps.chat.logprobs import CompletionLogprobs, TokenLogprob
+from skyrl_tx.apps.chat.logprobs import CompletionLogprobs, Echo, TokenLogprob
 from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
@@ -258,8 +258,7 @@ def test_text_offset_is_where_a_token_begins(tmp_path: Path, skip_special: bool)
     tokens = text.encode(sampled, add_special=False)
     described = CompletionLogprobs(text, skip_special=skip_special).describe(
         [[TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]],
-        [[TokenLogprob(token, None, ()) for token in prompt]],
-        echo,
+        Echo(echo, prompt, [[TokenLogprob(token, None, ()) for token in prompt]]),
     )
 
     offsets = json.loads(bytes(cast(Any, described["text_offset"])))
