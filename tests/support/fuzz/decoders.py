@@ -129,12 +129,12 @@ def _read_pass(raw: bytes) -> Submission:
 
 
 def _read_json_pass(raw: bytes) -> Submission:
-    value = Body(raw, "", "", LIMITS).parse_object()
+    request = Body(raw, "", "", LIMITS).parse_request()
 
     def translate(schema: ForwardBackwardRequest) -> Submission:
         return training.pass_from_json(schema.forward_backward_input, LIMIT, backward=True)
 
-    return from_json("model_pass", ForwardBackwardRequest, value, translate, _no_check, backward=True)
+    return from_json("model_pass", ForwardBackwardRequest, request, translate, _no_check, backward=True)
 
 
 def _no_check(_: WireModel) -> None:
