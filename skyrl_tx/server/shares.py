@@ -166,8 +166,8 @@ class Shares:
     heavy_calls: OwnerBudget
     """Threads for calls that compute for long: lists, and the decoding of large bodies.
 
-    Threads that compute take turns, and each turn takes 5 ms. So with four threads of one owner, a
-    call of another owner waits up to 20 ms for each of its turns.
+    Threads that compute take turns, and each turn takes 5 ms. So with two threads of one owner, a
+    call of another owner waits up to 10 ms for each of its turns.
     """
     result_readers: OwnerBudget
     """Threads that read and encode results.
@@ -195,7 +195,7 @@ class Shares:
 
         return cls(
             calls=share_threads(num_threads * 2 // 3, num_threads // 4),
-            heavy_calls=share_threads(8, 4),
+            heavy_calls=share_threads(6, 2),
             result_readers=share_threads(4, 2),
             weight_files=share_threads(8, 2),
             received_bodies=share_bytes(max_body_bytes // 2, max_body_bytes // 4),

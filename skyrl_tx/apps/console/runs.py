@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlmodel import Session
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from skyrl_tx.apps.chat.reply import make_json_response
 from skyrl_tx.apps.console import queries, samples
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.rendering import shorten_id
@@ -168,7 +169,7 @@ def send_curves(visit: Visit) -> Response:
     `since` is the first step to send.
     """
     line = _find_run(visit)
-    return JSONResponse(make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
+    return make_json_response(make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")

@@ -98,7 +98,7 @@ def test_another_owners_call_is_admitted_while_an_owner_has_its_share() -> None:
         shares = Shares.divide(num_threads=100, max_body_bytes=400 * MIB)
         budgets = {
             shares.calls: (1, 25),
-            shares.heavy_calls: (1, 4),
+            shares.heavy_calls: (1, 2),
             shares.result_readers: (1, 2),
             shares.weight_files: (1, 2),
             shares.decoded_bodies: (10 * MIB, 100 * MIB),
