@@ -158,7 +158,6 @@ def list_loads(fixture: Fixture) -> list[Load]:
         Load(WEIGHTS, CONTROL_S, 120, f"{run}/checkpoints/external_weights/0/external_weights_urls"),
         Load("console curves", CONTROL_S, 12, chart),
         Load("streams, unread", CONTROL_S, 64, "/v1/completions", STREAM, is_stalled=True),
-        Load("text of 4 MiB", CONTROL_S, 4, "/v1/completions", text),
     ]
 
     # Results and bodies of 64 MiB
@@ -169,7 +168,7 @@ def list_loads(fixture: Fixture) -> list[Load]:
         Load("result, unread", DATA_S, 16, poll_path, poll, is_stalled=True),
         Load("sample, 64 MiB of JSON", DATA_S, 4, f"{api}/asample", sample, num_numbers=16 * 2**20),
     ]
-    return control + data
+    return [*control, *data, Load("text of 4 MiB", CONTROL_S, 4, "/v1/completions", text)]
 
 
 def run_load(url: str, key: str, cookie: str, load: Load, stop: Event) -> None:
