@@ -28,7 +28,7 @@ from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHea
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.shares import SMALL_BYTES, OwnerBudget, Shares
+from skyrl_tx.server.shares import HEAVY_BYTES, OwnerBudget, Shares
 from skyrl_tx.server.stored_bytes import StoredBytes
 from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.store.database import Store
@@ -202,7 +202,7 @@ async def receive_call(
         call = await _read_call(request, caller, limits)
         num_bytes = call.body.estimate_decoding_bytes()
         if threads is None:
-            threads = shares.calls if num_bytes <= SMALL_BYTES else shares.heavy_calls
+            threads = shares.calls if num_bytes <= HEAVY_BYTES else shares.heavy_calls
         async with shares.decoded_bodies.reserve(owner, num_bytes), threads.reserve(owner):
             yield call
 

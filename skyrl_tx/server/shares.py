@@ -26,6 +26,8 @@ SMALL_BYTES = 2**16
 
 The number of connections limits the memory of small bodies.
 """
+HEAVY_BYTES = 2**22
+"""A body whose decoding takes more memory than this also takes long: JSON of more than 512 KiB."""
 _RESULT_BYTES = 256 * 2**20
 """Memory for encoded results that clients have not received yet. An owner may use a quarter."""
 

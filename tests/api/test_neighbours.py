@@ -20,6 +20,7 @@ from skyrl_tx.contract.ids import ModelId, SessionId, model_id
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.http import connections
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.shares import OwnerBudget
 from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.tables import ModelRow
 from tests.support.live_api import Server, live_api
@@ -192,3 +193,18 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_memory(
         until(lambda: held.get_reserved(OWNER))
         until(lambda: not held.num_reserved)
     assert server.post("session_heartbeat", session_id=server.session()).status_code == 200
+
+
+@pytest.mark.parametrize(("num_tokens", "is_heavy"), [(2000, False), (400_000, True)])
+def test_only_large_bodies_share_the_few_threads_for_computing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, num_tokens: int, is_heavy: bool
+) -> None:
+    """A prompt of usual length waits for its commit together with many others."""
+    context: ApiContext = server.api.app.state.context
+    reserved: list[OwnerBudget] = []
+    reserve = OwnerBudget.reserve
+    monkeypatch.setattr(
+        OwnerBudget, "reserve", lambda self, *values: (reserved.append(self), reserve(self, *values))[1]
+    )
+    server.post("asample", base_model="fake", prompt={"chunks": [{"tokens": [1] * num_tokens}]}, sampling_params={})
+    assert (context.shares.heavy_calls in reserved, context.shares.calls in reserved) == (is_heavy, not is_heavy)

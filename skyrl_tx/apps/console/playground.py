@@ -150,8 +150,10 @@ def create_routes(context: ApiContext) -> list[Route]:
     def route(path: str, handler: Handler) -> Route:
         async def serve(request: Request) -> Response:
             visitor = await run_in_threadpool(_admit, visitors, request)
+            # The handlers wait for threads themselves, so none stays reserved while a reply is sampled
             async with receive_call(request, visitor.principal, _LIMITS) as call:
-                response = await handler(request, call)
+                pass
+            response = await handler(request, call)
             response.headers.update(NO_STORE)
             return response
 
@@ -209,7 +211,7 @@ async def _render(request: Request, call: ApiCall) -> Response:
         weights = find_weights(call, body.model)
         return make_json_response(_read_prompt(service, body).describe(service, weights))
 
-    return await run_in_threadpool(work)
+    return await call.context.run_call(call.caller.owner, work)
 
 
 async def _chat(request: Request, call: ApiCall) -> Response:
@@ -246,7 +248,7 @@ async def _chat(request: Request, call: ApiCall) -> Response:
         return prompt.describe(service, weights) | {"max_tokens": max_tokens}, chat_request
 
     # Start the samples and stream them
-    described, chat_request = await run_in_threadpool(prepare)
+    described, chat_request = await call.context.run_call(call.caller.owner, prepare)
     generation = await service.start(call.caller, chat_request)
     events = _stream_events(service, described, generation, chat_request.num_samples)
     return EventStream(events, partial(_make_error_event, call.caller.owner), [generation])
@@ -321,13 +323,13 @@ async def _score(request: Request, call: ApiCall) -> Response:
             kind=sessions.PLAYGROUND,
         )
 
-    body, chat_request = await run_in_threadpool(prepare)
+    body, chat_request = await call.context.run_call(call.caller.owner, prepare)
     generation = await service.start(call.caller, chat_request)
 
     async def work() -> Response:
         async for _ in merge_deltas([generation]):
             pass
-        return await run_in_threadpool(describe_scores)
+        return await call.context.run_call(call.caller.owner, describe_scores)
 
     def describe_scores() -> Response:
         slices = logprobs.score_prompt(chat_request.prompt, generation.prompt_result, _TOP)
