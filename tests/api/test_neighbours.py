@@ -199,7 +199,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_memory(
 def test_only_large_bodies_share_the_few_threads_for_computing(
     server: Server, monkeypatch: pytest.MonkeyPatch, num_tokens: int, is_heavy: bool
 ) -> None:
-    """A prompt of usual length waits for its commit together with many others."""
+    """Prompts of usual length wait for their commits together."""
     context: ApiContext = server.api.app.state.context
     reserved: list[OwnerBudget] = []
     reserve = OwnerBudget.reserve
