@@ -346,8 +346,11 @@ def configure_jax(config: JaxConfig) -> JaxConfig:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        advice = "all programs are compiled again at each start; set --backend-config.compile-cache-dir"
-        log.warning("no compile cache: %s; %s", explain_os_error(error, directory), advice)
+        log.warning(
+            "no compile cache: %s; all programs are compiled again at each start; set "
+            "--backend-config.compile-cache-dir to a directory that can be written",
+            explain_os_error(error, directory),
+        )
         return config.model_copy(update={"compile_cache_dir": None})
 
     jax.config.update("jax_compilation_cache_dir", str(directory))
