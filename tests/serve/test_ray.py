@@ -157,6 +157,16 @@ def test_hosts_end_when_the_head_of_the_cluster_is_lost(tmp_path: Path, environm
         until(lambda: all(get_state_and_parent(pid)[0] == "Z" for pid in first), within_s=150)
 
 
+@pytest.mark.exhaustive
+def test_the_command_ends_when_its_own_node_is_lost(tmp_path: Path, environment: dict[str, str]) -> None:
+    with running_cluster(environment) as address, make_ray_server(tmp_path, address, environment, *FAKE) as server:
+        server.wait_for(JOINED)
+        for raylet in [pid for pid in find_pids("raylet") if os.getpid() in list_ancestors(pid)]:
+            os.kill(raylet, signal.SIGKILL)
+        assert server.wait(150) == 1
+        assert "Ray on this machine has ended" in server.log and "Traceback" not in server.log
+
+
 def find_pids(program: str) -> Iterator[int]:
     """Yield the process ids of a program."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -75,6 +75,8 @@ class StubRay:
         self.groups: list[Any] = []
         self.removed: list[Any] = []
         self.fails_to_start: RayError | None = None
+        self.is_node_alive = True
+        self.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "here")
         self.exceptions = SimpleNamespace(RayError=RayError)
 
         def placement_group(bundles: list[dict[str, float]], strategy: str) -> Any:
@@ -97,7 +99,7 @@ class StubRay:
         )
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True}, {"Alive": False}]
+        return [{"NodeID": "here", "Alive": self.is_node_alive}, {"NodeID": "there", "Alive": False}]
 
     def kill(self, actor: StubActor) -> None:
         actor.die()

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,10 +43,18 @@ _CONNECT_S = 10.0
 _OTHERS_S = 15.0
 """How long the other hosts may take to end after the first. Rank 0 notices a lost host within 5 seconds."""
 _KILL_S = 10.0
+_NODES_S = 30.0
+"""How long the cluster may take to list its nodes."""
+_STOP_S = 60.0
+"""The command ends this long after a signal, even if calls of Ray do not return."""
 _PASSED = ("JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "AZURE_")
 """Prefixes of the environment variables that the command passes on to every host."""
 _ON_THIS_NODE = 0.001
 """Ray gives each node 1.0 of the resource `node:<address>`. A bundle that takes a small share runs on that node."""
+_NODE_LOST = (
+    "--launcher ray: Ray on this machine has ended, or the cluster cannot be reached: start it again with `ray start`, "
+    "then start this command again"
+)
 _STOPPED = EngineEnd(message="stopped before it was placed", is_final=False, is_crash=False, was_killed=True)
 
 
@@ -190,8 +199,23 @@ def connect(settings: RaySettings) -> Generator[Any]:
 @contextmanager
 def start_engines(settings: RaySettings, launch: EngineLaunch, num_engines: int) -> Generator[EngineStarts]:
     """Connect to the cluster and yield a function per engine that creates its `RayEngine`. Raises CannotServe."""
-    with connect(settings) as ray:
-        yield [partial(RayEngine, ray, launch, settings.resources) for _ in range(num_engines)]
+    deadline = threading.Timer(_STOP_S, _end_process)
+    deadline.daemon = True
+
+    def on_stop() -> None:
+        with suppress(RuntimeError):  # another engine has started it
+            deadline.start()
+
+    try:
+        with connect(settings) as ray:
+            yield [partial(RayEngine, ray, launch, settings.resources, on_stop) for _ in range(num_engines)]
+    finally:
+        deadline.cancel()
+
+
+def _end_process() -> None:
+    _log.critical("Ray did not stop within %.0f s; ending this process", _STOP_S)
+    os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +232,19 @@ class RayEngine:
     When one host ends, all hosts end. `wait` creates the placement group and removes it again.
     """
 
-    def __init__(self, ray: Any, launch: EngineLaunch, resources: Mapping[str, float]) -> None:
-        """`ray` is the connected module; `resources` are the Ray resources that the engine takes on each host."""
+    def __init__(
+        self,
+        ray: Any,
+        launch: EngineLaunch,
+        resources: Mapping[str, float],
+        on_stop: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`ray` is the connected module; `resources` are the Ray resources that the engine takes on each host.
+
+        `on_stop` is called when the engine shall stop.
+        """
         self._ray = ray
+        self._on_stop = on_stop
         self._launch = launch
         self._resources = resources
         self._stopping = asyncio.Event()
@@ -222,8 +256,31 @@ class RayEngine:
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Place and start all hosts, wait until they have ended, and return the reason.
 
-        `on_ready` is called when rank 0 is ready, which means that all hosts are.
+        `on_ready` is called when rank 0 is ready, which means that all hosts are. Raises CannotServe if this machine is
+        no longer a node of the cluster. Only a new process can connect again.
         """
+        running = asyncio.create_task(self._place_and_run(on_ready))
+        watching = asyncio.create_task(self._watch_own_node())
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        if running.done():
+            return running.result()
+        running.cancel()
+        raise CannotServe(_NODE_LOST)
+
+    async def _watch_own_node(self) -> None:
+        """Return when this machine is no longer a living node of the cluster, or the cluster does not answer."""
+        node_id = self._ray.get_runtime_context().get_node_id()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                nodes = await asyncio.wait_for(asyncio.to_thread(self._ray.nodes), _NODES_S)
+            except (TimeoutError, RuntimeError, self._ray.exceptions.RayError):
+                return
+            if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+                return
+
+    async def _place_and_run(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         group = self._ray.util.placement_group(self._make_bundles(), strategy="STRICT_SPREAD")
         try:
             if not await self._is_placed(group):
@@ -240,6 +297,7 @@ class RayEngine:
         Before rank 0 is ready, all hosts are killed instead.
         """
         self._stopping.set()
+        self._on_stop()
         if self._is_ready:
             self._actors[0].stop.remote()
         else:
@@ -260,7 +318,12 @@ class RayEngine:
     async def _is_placed(self, group: Any) -> bool:
         """Wait until the cluster has the resources free. Returns False if the engine is stopped meanwhile."""
         was_logged = False
-        while not await asyncio.to_thread(group.wait, _LOOK_S):
+        while True:
+            try:
+                if await asyncio.to_thread(group.wait, _LOOK_S):
+                    break
+            except (ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
+                raise CannotServe(f"{_NODE_LOST} ({_format_error(error)})") from error
             if self._stopping.is_set():
                 return False
             if not was_logged:

@@ -4,7 +4,9 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,15 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings
 from skyrl_tx.integrations.ray import engine as engine_module
-from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, RayHost, connect, find_cause, reserve_ports
+from skyrl_tx.integrations.ray.engine import (
+    EndedHost,
+    RayEngine,
+    RayHost,
+    connect,
+    find_cause,
+    reserve_ports,
+    start_engines,
+)
 from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
 from skyrl_tx.launch.settings import SettingsError
@@ -25,7 +35,7 @@ from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.serve import read_settings
-from tests.support.ray_stub import StubRay, run
+from tests.support.ray_stub import StubActor, StubRay, run
 
 READY = FakeBackend("tiny", FakeConfig()).start()
 KILL = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
@@ -74,6 +84,58 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         assert ray.removed == [group] and all("die" in actor.calls for actor in ray.actors)
 
     run(work)
+
+
+def test_the_loss_of_the_own_node_ends_the_command(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BEAT_S", 0.01)
+
+    async def work() -> None:
+        ray = StubRay()
+        waiting = asyncio.create_task(RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None))
+        await ray.wait_for_starts(2)
+        ray.is_node_alive = False
+        with pytest.raises(CannotServe, match=r"Ray on this machine has ended.*`ray start`"):
+            await waiting
+
+    run(work)
+
+
+def test_the_loss_of_the_own_node_ends_a_wait_for_actors(launch: EngineLaunch, monkeypatch) -> None:
+    monkeypatch.setattr(engine_module, "BEAT_S", 0.01)
+
+    async def work() -> None:
+        ray, answered = StubRay(), asyncio.Event()
+        monkeypatch.setattr(StubActor, "_make", lambda self, name: answered.wait())  # Ray never answers
+        waiting = asyncio.create_task(RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        ray.is_node_alive = False
+        with pytest.raises(CannotServe, match="Ray on this machine has ended"):
+            await waiting
+
+    run(work)
+
+
+def test_a_lost_placement_group_ends_the_command(launch: EngineLaunch) -> None:
+    def fail() -> bool:
+        raise ValueError("Placement group 1\ndoes not exist.")
+
+    async def work() -> None:
+        with pytest.raises(CannotServe, match=r"Ray on this machine has ended.*\(Placement group 1 does not exist.\)"):
+            await RayEngine(StubRay(is_placed=fail), launch, {"CPU": 1}).wait(lambda _: None)
+
+    run(work)
+
+
+def test_a_stop_has_a_deadline(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(engine_module, "_STOP_S", 0.01)
+    monkeypatch.setattr(engine_module, "_end_process", ended.set)
+    monkeypatch.setattr(engine_module, "connect", lambda _: nullcontext(StubRay()))
+    with start_engines(RaySettings(), launch, 2) as starts:
+        for start in starts:
+            start().request_stop()
+        assert ended.wait(10)
 
 
 def test_a_host_that_goes_on_is_killed_when_another_has_ended(
