@@ -108,7 +108,7 @@ def test_a_creation_that_fails_leaves_no_artifact(open_here: Open, bucket: Bucke
     monkeypatch.setattr(bucket, "put", put)
     assert store.create(write_adapter, CHECKPOINT, NAMED).artifact_id == NAMED
     assert store.collect({NAMED}) == [] and len(objects(bucket)) == 5, "the first attempt may still be running"
-    assert store.collect({NAMED}, looked_at=2 * DAY_S + store._read_clock()) == []
+    assert store.collect({NAMED}, now=2 * DAY_S + store._read_clock()) == []
     assert len(objects(bucket)) == 4 and open_here("second").open(NAMED)
 
 
@@ -133,7 +133,7 @@ def test_a_kill_leaves_a_whole_artifact_or_none(tmp_path: Path, point: str, exis
     if exists:
         assert (store.open(NAMED).path / "a.safetensors").read_bytes() == b"weights"
     else:
-        assert store.collect(set(), looked_at=2 * DAY_S + store._read_clock()) == []
+        assert store.collect(set(), now=2 * DAY_S + store._read_clock()) == []
         assert not list((tmp_path / "objects").glob("art-*/**/*.safetensors"))
     places.open_artifacts(tmp_path / "data", url).collect({NAMED})
     assert not list((tmp_path / "data").glob("artifact-cache/.tmp-*"))

@@ -118,7 +118,7 @@ def test_diverged_model_is_reported(harness):
     model_id, _ = harness.create()
     for step in range(8):
         harness.submit(forward_backward(), model_id=model_id, seq_id=2 * step + 1)
-        last = harness.submit(optim_step(3e38), model_id=model_id, seq_id=2 * step + 2)
+        last = harness.submit(optim_step(3e37), model_id=model_id, seq_id=2 * step + 2)
     harness.run(last)
     assert "not a finite number: the model has diverged" in harness.result(last).message
 
