@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 from docs import example_config, reference_text
 from docs.markdown import codes, first_line, sentence, table
+from docs.openapi import read_openapi
 from docs.python_api_page import python_api_page
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from docs.settings_page import settings_page
@@ -33,12 +33,10 @@ from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
-from skyrl_tx.server.app import ROUTERS, create_app
+from skyrl_tx.server.app import ROUTERS
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import BODIES, WireModel
-from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
-from skyrl_tx.store.database import Store
 from tests.support.client_environments import COOKBOOK, SDKS
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +75,7 @@ def endpoints_page() -> Iterator[str]:
     yield reference_text.ENDPOINTS_INTRO
 
     # All endpoints, by router.
-    operations = _read_openapi_paths()
+    operations = read_openapi()["paths"]
     for module, endpoints in _group_routes_by_module().items():
         package, _, name = module.rpartition(".")
         title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
@@ -109,19 +107,6 @@ def _make_chat_endpoints() -> Iterator[str]:
             (method,) = route.methods
             yield f"### `{method} {prefix}{route.path_format}`"
             yield first_line(route.endpoint)
-
-
-def _read_openapi_paths() -> Mapping[str, Any]:
-    """Return the paths of the OpenAPI document."""
-    with tempfile.TemporaryDirectory() as directory:
-        store = Store.open(Path(directory), role="api")
-        try:
-            app = create_app(
-                ApiSettings(data_dir=Path(directory), base_model="tiny"), store, load_server_extensions(APPS)
-            )
-        finally:
-            store.close()
-    return app.openapi()["paths"]
 
 
 def _get_path(route: APIRoute, paths: Collection[str]) -> str:

@@ -20,8 +20,8 @@ ENDPOINTS_INTRO = """\
 All paths are below `/api/v1`, except the paths of the OpenAI and Anthropic APIs. Clients send their
 API key, or a token that they got for it, in the header `X-API-Key` or as `Authorization: Bearer`.
 The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, depending
-on `Content-Type` and `Accept`. All other bodies are JSON. A running server has its OpenAPI
-description at `/openapi.json`.
+on `Content-Type` and `Accept`. All other bodies are JSON. The fields of all bodies are in the
+OpenAPI document of a running server at `/openapi.json`.
 
 If the engine has to execute a request, for example a `forward_backward`, the server answers
 immediately with a future, and `retrieve_future` waits for the result. An endpoint that is not
