@@ -297,10 +297,13 @@ class Housekeeping:
 
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""
+        num_evicted = 0
         for sampler, used_by in self.context.samplers.find_idle().items():
             is_needed = sampler in in_use or any(
                 self._describe_session_end(session_id, now) is None for session_id in used_by
             )
             if not is_needed or ArtifactId(sampler) not in keep:
                 self.context.samplers.evict(sampler)
-                _log.info("evicted sampler %s", sampler)
+                num_evicted += 1
+        if num_evicted:
+            _log.info("evicted %d samplers that no open session uses", num_evicted)

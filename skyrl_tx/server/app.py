@@ -226,7 +226,7 @@ def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
 
 async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
     """Refuse a path below `/api/v1` that no router serves."""
-    raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
+    raise ApiError(HTTPStatus.NOT_FOUND, f"this server has no endpoint {request.method} {_PREFIX}/{path}")
 
 
 def _log_store_error(request: Request, error: StoreError) -> None:

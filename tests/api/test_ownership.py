@@ -264,7 +264,7 @@ def test_common_routes_show_no_data_of_other_owners(world: World, route: str) ->
         assert answer.status_code in (200, 204, 404) and world.names["session"] not in answer.text
         if answer.status_code == 404:
             detail = answer.json()["detail"]
-            assert "is not offered" in detail or "does not evaluate custom losses" in detail
+            assert "has no endpoint" in detail or "does not evaluate custom losses" in detail
 
 
 @pytest.mark.parametrize("route", sorted(LISTS))

@@ -60,8 +60,8 @@ def test_a_server_without_optional_features_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "detail"),
     [
-        ("/api/v1/audit", "GET /api/v1/audit is not offered by this server yet"),
-        ("/api/v1/logged_runs", "GET /api/v1/logged_runs is not offered by this server yet"),
+        ("/api/v1/audit", "this server has no endpoint GET /api/v1/audit"),
+        ("/api/v1/logged_runs", "this server has no endpoint GET /api/v1/logged_runs"),
         ("/v1/models", "Not Found"),
         ("/trackio/version", "Not Found"),
         ("/overview", "Not Found"),

@@ -40,7 +40,7 @@ export function openai(body, { baseUrl, isKeyless }) {
   const { fields, extra } = openaiFields(body);
   const given = Object.entries(fields).concat(Object.keys(extra).length ? [["extra_body", extra]] : []);
   const lines = given.map(([name, value]) => `    ${name}=${inPython(value, "    ")},\n`).join("");
-  const key = isKeyless ? JSON.stringify("tml-none") : 'os.environ["TINKER_API_KEY"]';
+  const key = isKeyless ? JSON.stringify("tml-local") : 'os.environ["TINKER_API_KEY"]';
   const kind = body.messages ? "chat.completions" : "completions";
   const shown = body.messages ? "choice.message.content" : body.prompt_tokens ? "choice.token_ids" : "choice.text";
   return `${isKeyless ? "" : "import os\n\n"}from openai import OpenAI
@@ -58,7 +58,7 @@ export function tinker(body, prompt, { baseUrl, isKeyless, hasTokenizer }) {
   const path = prompt.model_path;
   const weights = path ? `model_path=${JSON.stringify(path)}` : `base_model=${JSON.stringify(body.model)}`;
   const stop = prompt.stop.length ? `, stop=[${prompt.stop.join(", ")}]` : "";
-  const key = isKeyless ? ', api_key="tml-none"' : "";
+  const key = isKeyless ? ', api_key="tml-local"' : "";
   const shown = hasTokenizer ? "        # print(client.get_tokenizer().decode(sequence.tokens))\n" : "";
   return `import tinker
 from tinker import types

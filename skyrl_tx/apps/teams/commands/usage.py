@@ -43,6 +43,8 @@ def _run(arguments: argparse.Namespace) -> None:
         writer.writerows(records)
     else:
         print("\n".join(format_table(records)) if records else "no usage")
+        if records and arguments.config is None:
+            print("without costs: --config needs the server's YAML file, with its `prices`", file=sys.stderr)
 
 
 def _make_record(line: UsageLine) -> Record:

@@ -49,6 +49,14 @@ def test_json_with_prices(data_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert ann["training_tokens"] == 2_000_040 and ann["cost_usd"] == pytest.approx(3.0, abs=1e-3)
 
 
+def test_a_table_without_prices_says_how_to_see_costs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["usage", "--data-dir", str(data_dir)])
+    assert "--config needs the server's YAML file" in capsys.readouterr().err
+    main(["usage", "--data-dir", str(data_dir), "--json"])
+    main(["usage", "--data-dir", str(data_dir), "--owner", "eve"])
+    assert capsys.readouterr().err == ""
+
+
 def test_csv(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = list(csv.DictReader(run(data_dir, capsys, "--csv", "--by", "day").splitlines()))
     assert [row["training_tokens"] for row in rows] == ["40", "2000500"]
