@@ -10,11 +10,11 @@ ARG EXTRA=""
 LABEL org.opencontainers.image.title="skyrl_tx" \
       org.opencontainers.image.description="A self-hosted server of the Tinker training API" \
       org.opencontainers.image.source="https://github.com/skyrl-tx/skyrl_tx" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0 AND MIT AND 0BSD"
 
 RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl --mode=0700 /data /cache
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY skyrl_tx ./skyrl_tx
 COPY deploy/container-start.sh /usr/local/bin/
 RUN pip install --no-cache-dir ".[postgres,storage${EXTRA:+,$EXTRA}]"
