@@ -14,10 +14,10 @@ LABEL org.opencontainers.image.title="skyrl_tx" \
 
 RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl --mode=0700 /data /cache
 WORKDIR /source
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE constraints.txt ./
 COPY skyrl_tx ./skyrl_tx
 COPY deploy/container-start.sh /usr/local/bin/
-RUN pip install --no-cache-dir ".[postgres,storage${EXTRA:+,$EXTRA}]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[postgres,storage${EXTRA:+,$EXTRA}]"
 
 USER skyrl
 WORKDIR /home/skyrl

@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak format proto release docs \
+.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak format proto release constraints docs \
 	reference vendor aot gpu gpu-rl gpu-wheels
 
 help:  ## print this list
@@ -85,6 +85,14 @@ release:  ## build and check the distributions, then print how to tag and publis
 	printf '%s\n' "dist/ is ready. To release it:" \
 	    "  git tag --annotate v$$version --message v$$version" "  git push origin v$$version" \
 	    "  build/release/bin/twine upload dist/*"
+
+constraints:  ## write constraints.txt: the versions of all packages with which the tests pass, on the oldest Python
+	python3.11 -m venv --clear build/constraints
+	build/constraints/bin/pip install --quiet --upgrade '.[test]'
+	build/constraints/bin/pip check
+	PATH="$$PWD/build/constraints/bin:$$PATH" $(MAKE) test
+	{ sed '/^[^#]/d' constraints.txt; build/constraints/bin/pip freeze --exclude skyrl-tx-server; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 docs:  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet

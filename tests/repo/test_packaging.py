@@ -1,4 +1,4 @@
-"""The metadata of the distributions: licences, the description on PyPI, and the citation."""
+"""The metadata of the distributions: licences, the description on PyPI, the citation, and tested versions."""
 
 import re
 import runpy
@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from skyrl_tx import __version__
+from skyrl_tx import DISTRIBUTION, __version__
 from tests.support.fetch_vendored import VENDOR, packages
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyrl_tx"
 README = (ROOT / "README.md").read_text()
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -68,3 +72,28 @@ def test_the_citation_is_of_the_newest_release() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__ and citation["repository-code"] == PROJECT["urls"]["Source"]
     assert f"\n## {__version__} - {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# Tested versions
+
+
+def read_constraints() -> dict[str, Version]:
+    lines = [line for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
+
+
+def test_constraints_have_a_version_of_every_dependency_within_its_bounds() -> None:
+    """Devices, Ray and tools of developers are left out: the environment in which the tests pass lacks them."""
+    constraints, extras = read_constraints(), PROJECT["optional-dependencies"]
+    tested = extras.keys() - {"cuda12", "cuda13", "tpu", "ray", "torch", "lint", "docs", "dev"}
+    lines = [*PROJECT["dependencies"], *(line for extra in tested for line in extras[extra])]
+    requirements = [found for found in map(Requirement, lines) if found.name != DISTRIBUTION]
+    assert {found.name for found in requirements if canonicalize_name(found.name) not in constraints} == set()
+    outside = [found for found in requirements if constraints[canonicalize_name(found.name)] not in found.specifier]
+    assert outside == []
+
+
+def test_the_image_is_built_from_the_tested_versions() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^COPY .*\bconstraints\.txt ", dockerfile, re.MULTILINE)
+    assert "pip install --no-cache-dir --constraint constraints.txt" in dockerfile
