@@ -38,7 +38,6 @@ from skyrl_tx.backends.jax.memory import (
     count_planned_bytes,
     estimate_training_costs,
     find_longest_example,
-    make_default_memory_plan,
     plan_training_memory,
     read_device_memory,
 )
@@ -58,7 +57,6 @@ from skyrl_tx.backends.jax.train.training_state import (
     pad_rank,
     put_on_devices,
 )
-from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -258,32 +256,16 @@ class JaxBackend(AbstractBackend):
         if not config.compile_threads or devices.is_distributed():
             return None
 
-        # Background compilation is for CPUs, which do not report their memory and so have the
-        # default plan.
-        plan = make_default_memory_plan(config)
-        num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
-
         programs = TrainingPrograms(
             make_param_shapes(described, in_training, self._kernels, self._dtype),
             self._model,
             Compiler(config.compile_threads, self._compilation),
         )
-
-        shapes = MicroBatchShapes(
-            budget=max(1, plan.micro_batch_tokens // num_rows),
-            num_rows=num_rows,
-            multiple=num_splits,
-            rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
-            remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
-        )
-        programs.start(shapes, config.compile_cache_dir)
+        programs.start(MicroBatchShapes.from_config(config, in_training), config.compile_cache_dir)
         return programs
 
     def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
-        """Return a compiler for sampling programs.
-
-        None on CPU, whose cores are needed to compute.
-        """
+        """Return a compiler for sampling programs; None on CPU, whose cores are needed to compute."""
         if mesh.get_platform(layout) == "cpu" or devices.is_distributed():
             return None
         return Compiler(count_compile_threads(MAX_SAMPLE_COMPILE_THREADS), self._compilation)

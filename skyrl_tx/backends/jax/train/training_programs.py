@@ -16,9 +16,13 @@ import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Popularity, Program
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import make_default_memory_plan
 from skyrl_tx.backends.jax.mesh import get_parameter_sharding
 from skyrl_tx.backends.jax.shapes import iter_ascending
 from skyrl_tx.backends.jax.train import forward_backward, packing
+from skyrl_tx.backends.jax.train.training_state import pad_rank
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.layers.parameter import Parameter, map_named
@@ -60,6 +64,22 @@ class MicroBatchShapes:
     rank: int
     """The padded LoRA rank that clients use by default."""
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
+
+    @classmethod
+    def from_config(cls, config: JaxConfig, layout: Layout) -> "MicroBatchShapes":
+        """Return the shapes on devices that do not report their memory, for example CPUs.
+
+        `layout` is the layout of training.
+        """
+        plan = make_default_memory_plan(config)
+        num_rows, num_splits = layout.num_shards("batch"), layout.num_shards("tokens")
+        return cls(
+            budget=max(1, plan.micro_batch_tokens // num_rows),
+            num_rows=num_rows,
+            multiple=num_splits,
+            rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
+            remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
+        )
 
     def iter_likely(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
         """Yield likely shapes, the most likely first. Shapes may repeat.
