@@ -192,7 +192,8 @@ def test_telemetry_of_the_sdk_reaches_the_run(
     (before,) = [run for run in ann.list_logged_runs() if run["training_run_id"] is None]
     assert before["name"] == "mine" and before["num_points"] == 1
     session = training.model_id.split(":")[0]
-    assert f"live: {stack_with_keys.url}/sessions/{session}" in caplog.messages, "the SDK logs the link"
+    logged = [line for message in caplog.messages for line in message.splitlines()]
+    assert f"live: {stack_with_keys.url}/sessions/{session}" in logged, "the SDK logs the link"
 
 
 def test_telemetry_of_strangers_and_narrow_keys_is_dropped(ann: User, stack_with_keys: LiveStack) -> None:
@@ -402,6 +403,8 @@ def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, s
     changes = {"data_dir": tmp_path, "public_url": "https://tinker.example/"}
     with live_api(settings.model_copy(update=changes)) as server:
         made = server.post("create_session", tags=[]).json()
-        assert made["info_message"] == f"live: https://tinker.example/sessions/{made['session_id']}"
+        link, losses = made["info_message"].split("\n")
+        assert link == f"live: https://tinker.example/sessions/{made['session_id']}"
+        assert losses.startswith("loss stable_reinforce:") and "own definition" in losses
     with live_api(settings.model_copy(update={**changes, "no_console": True})) as server:
-        assert "info_message" not in server.post("create_session", tags=[]).json()
+        assert "live:" not in server.post("create_session", tags=[]).json()["info_message"]

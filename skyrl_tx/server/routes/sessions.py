@@ -24,6 +24,10 @@ from skyrl_tx.store.tables import SessionRow
 
 router = APIRouter()
 
+_OWN_LOSSES = (
+    "loss stable_reinforce: Tinker's formula is not public, so this server uses its own definition; "
+    "importance_sampling, ppo and cispo are as Tinker documents them"
+)
 _ACTIVE_S = 600.0
 """A session is active if its last heartbeat is less than this many seconds old.
 
@@ -35,7 +39,7 @@ The SDK sends a heartbeat every 10 s.
 def create_session(call: Incoming, request: Request) -> dict[str, str]:
     """Create a session. A retry with the same idempotency key returns the same session.
 
-    Clients print the `info_message`, which contains the address of the session's page.
+    Clients log the `info_message`, which has the address of the session's page.
     """
     new = call.body.parse_model(schemas.CreateSessionRequest)
     session_id = call.derive_session_id("session")
@@ -61,15 +65,14 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     call.add_stored(len(call.body.raw))
     created = call.store.write(work)
 
-    # Add what the features of this server tell the client about the session.
+    # Tell the client what differs from Tinker, and what the features of this server say about the session.
     response = {"type": "create_session", "session_id": str(created)}
     descriptions = (
         extension.describe_session(call, request, created)
         for extension in call.context.extensions.values()
         if extension.describe_session is not None
     )
-    if lines := [line for line in descriptions if line is not None]:
-        response["info_message"] = "\n".join(lines)
+    response["info_message"] = "\n".join([line for line in descriptions if line is not None] + [_OWN_LOSSES])
     return response
 
 

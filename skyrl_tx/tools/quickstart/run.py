@@ -5,9 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,8 @@ PRINT_EVERY = 20  # supervised steps
 SAMPLE_SLOTS = 8
 """With more slots the server compiles programs for multiple batch sizes, which takes longer than it saves here."""
 _READY = re.compile(r"ready at (https?://\S+);")
-_READY_WITHIN_S = 120.0
+_READY_WITHIN_S = 600.0
+_PRINT_COMPILATION_EVERY_S = 10.0
 _STOPPED_WITHIN_S = 40.0
 
 
@@ -93,6 +95,7 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
             page = f"{url}/training_runs/{client.model_id}"
             print(f"Watch it live: {page} (curves of loss and reward, samples, checkpoints)", flush=True)
             trainer = _Trainer(client, questions, settings.seed, url)
+            print_compilation(url)
             nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
             draw_curves(curves, nll, reward)
             to_train = client.save_state("quickstart").result().path
@@ -107,10 +110,23 @@ Checkpoints {to_train} (to train on)
 Server log  {log}
 Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoints again, and to talk to them \
 at http://127.0.0.1:8000/playground:
-  skyrl-tx serve --base-model {model} --served-model-name {name} --data-dir {data_dir}
-The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
+  skyrl-tx serve {model} --served-model-name {name} --data-dir {data_dir} --backend-config.sample-slots {SAMPLE_SLOTS}
+The same with a real model: skyrl-tx serve Qwen/Qwen3-0.6B, and in Python \
 tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
 .create_lora_training_client("Qwen/Qwen3-0.6B").result()""")
+
+
+def print_compilation(url: str) -> None:
+    """Print the server's progress in compiling programs on a new thread, as long as it compiles."""
+
+    def watch() -> None:
+        with suppress(httpx.HTTPError):  # the server has stopped
+            while detail := httpx.get(f"{url}/api/v1/healthz").json().get("detail"):
+                print(f"  server: {detail}", flush=True)
+                time.sleep(_PRINT_COMPILATION_EVERY_S)
+
+    print("The server compiles programs for the shapes of this training; later runs reuse them.", flush=True)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class ServerFailed(Exception):
@@ -225,6 +241,7 @@ class _Trainer:
         self._log(self._num_steps + num_steps, held_out_reward=after)
         self._print(f"  held-out reward after   {after:.3f}")
         self._print_answers("after reinforcement", sampler)
+        self._print("  This reward counts only the form, and a tiny model learns exactly that, not arithmetic.")
         return MetricCurve(batches=rewards, before=before, after=after)
 
     def _log(self, step: int, **metrics: float) -> None:
