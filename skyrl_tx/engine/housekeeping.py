@@ -306,4 +306,4 @@ class Housekeeping:
                 self.context.samplers.evict(sampler)
                 num_evicted += 1
         if num_evicted:
-            _log.info("evicted %d samplers that no open session uses", num_evicted)
+            _log.info("evicted samplers that no open session uses: %d", num_evicted)

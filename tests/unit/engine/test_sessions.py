@@ -1,5 +1,6 @@
 """Housekeeping for silent and finished sessions."""
 
+import logging
 import time
 
 import numpy as np
@@ -75,8 +76,9 @@ def test_unused_ephemeral_samplers_are_removed(tmp_path):
 
 @pytest.mark.usefixtures("api_is_there_for_long")
 @pytest.mark.parametrize("how", ["deleted", "finished", "silent", "neither"])
-def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how):
+def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how, caplog):
     harness = quick_harness
+    caplog.set_level(logging.INFO)
     model_id, _ = harness.create()
     save = SaveWeights(kind="sampler_weights", name="s")
     owner, saved = harness.session_id, harness.submit(save, model_id=model_id, seq_id=1)
@@ -116,6 +118,7 @@ def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how
     backend = ClosingBackend("tiny", harness.config)
     harness.run(used, other, backend=backend)
     assert backend.dropped == (() if how == "neither" else (sampler,))
+    assert caplog.messages.count("evicted samplers that no open session uses: 1") == len(backend.dropped)
     assert len(harness.result(used).sequences[0].tokens) == 8
 
 
