@@ -19,7 +19,15 @@ SOURCES = ("skyrl_tx", "tests", "benchmarks")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
 NOT_OURS = frozenset(
     {
-        *("--build-arg", "--rm", "--entrypoint", "--health-cmd", "SKYRL_TX_BACKEND_CONFIG__DTYPE", "Host"),
+        *(
+            "--build-arg",
+            "--rm",
+            "--entrypoint",
+            "--health-cmd",
+            "--constraint",
+            "SKYRL_TX_BACKEND_CONFIG__DTYPE",
+            "Host",
+        ),
         *(
             "--enable-lora",
             "--max-cpu-loras",
