@@ -80,13 +80,15 @@ def normalize_address(host: str) -> str:
 def get_client_network(address: str) -> str:
     """Return the network that counts as one client: an IPv4 address, or the /64 of an IPv6 address.
 
-    A single host usually owns a whole IPv6 /64, so limits per IPv6 address would be useless. Other
-    texts, such as "" for a Unix socket, are returned unchanged.
+    A single host usually owns a whole IPv6 /64, so limits per IPv6 address would be useless. IPv4
+    clients of a server that listens on `::` count by their IPv4 address. Other texts, such as "" for
+    a Unix socket, are returned unchanged.
     """
+    address = normalize_address(address)
     if ":" not in address:
         return address
     try:
-        return str(ipaddress.ip_network(f"{address.partition('%')[0]}/{_IPV6_CLIENT_BITS}", strict=False))
+        return str(ipaddress.ip_network(f"{address}/{_IPV6_CLIENT_BITS}", strict=False))
     except ValueError:  # not an IP address
         return address
 

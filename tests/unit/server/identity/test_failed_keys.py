@@ -32,6 +32,12 @@ def test_addresses_of_an_ipv6_network_count_together() -> None:
     assert failed.get_wait_s("2001:db8::ffff:2") > 0 and failed.get_wait_s("2001:db8:0:1::1") == 0
 
 
+def test_ipv4_clients_of_a_server_on_ipv6_count_separately() -> None:
+    failed = FailedKeys(1, Clock())
+    failed.record("::ffff:10.0.0.1")
+    assert failed.get_wait_s("10.0.0.1") > 0 and failed.get_wait_s("::ffff:10.0.0.2") == 0
+
+
 def test_memory_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(authentication, "_MAX_NETWORKS", 3)
     failed = FailedKeys(1, Clock())
