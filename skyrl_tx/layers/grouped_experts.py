@@ -248,7 +248,7 @@ class TiledMap:
         """Return the map of `x` in the weights' type, and scale (x A) if B is shared."""
         h_WPR = self._compute_inner(x_WPI, inner_WPR)
         added = None if self.b is None else self._make_added(h_WPR, self.b)
-        y_WPO = self._multiply_tiles(x_WPI, self.matrix_XIO, self.matrix_W, added, result=self.matrix_XIO.dtype)
+        y_WPO = self._multiply_tiles(x_WPI, self.matrix_XIO, self.matrix_W, added, out_dtype=self.matrix_XIO.dtype)
         return y_WPO, h_WPR if self.b is None else None
 
     def compute_gradient(
@@ -264,7 +264,7 @@ class TiledMap:
         assert d_outer_WPR is not None, "the gradient of scale (x A) must be given without B"
         d_h_WPR = d_outer_WPR * self.scale_W[:, None, None]
         added = None if a is None else self._make_added(d_h_WPR, a)
-        d_x_WPI = self._multiply_tiles(d_y_WPO, self.matrix_XIO, self.matrix_W, added, transposed=True, result=dtype)
+        d_x_WPI = self._multiply_tiles(d_y_WPO, self.matrix_XIO, self.matrix_W, added, transposed=True, out_dtype=dtype)
         d_b = None if b is None else _sum_outer_products(self._compute_inner(x_WPI, inner_WPR), d_y_WPO, dtype)
         if a is None:
             return d_x_WPI, d_h_WPR, LoraPair(a=None, b=d_b)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ class TiledMap:
         if rank == 0:
             return jnp.zeros((*x_WPI.shape[:2], 0), jnp.float32)
         x_WPI = x_WPI.astype(self.matrix_XIO.dtype)
-        return self._multiply_tiles(x_WPI, factor, self.adapter_W, None, transposed=transposed, result=jnp.float32)
+        return self._multiply_tiles(x_WPI, factor, self.adapter_W, None, transposed=transposed, out_dtype=jnp.float32)
 
     def _multiply_tiles(
         self, x_WPI: jax.Array, matrices: jax.Array, index_W: jax.Array, added: AddedProducts | None, **settings: Any

@@ -104,14 +104,14 @@ class GatheredAdapter(Adapter):
     rows: RowsByLayer
 
 
-def multiply(x: jax.Array, weight: jax.Array, result: Any = jnp.float32) -> jax.Array:
+def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
     """Return `x` [..., I] times `weight` [I, O] in the weight's type, accumulated in float32.
 
-    The result has the type `result`. All leading dims are merged into one: XLA on CPU took twice as
-    long for the gradient of an MLP with adapters when rows and tokens were two dims.
+    The result has the type `out_dtype`. All leading dims are merged into one: XLA on CPU took twice
+    as long for the gradient of an MLP with adapters when rows and tokens were two dims.
     """
     flat = x.astype(weight.dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would fail for rank 0
-    y = jnp.dot(flat, weight, preferred_element_type=result)
+    y = jnp.dot(flat, weight, preferred_element_type=out_dtype)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
@@ -176,12 +176,12 @@ class AdaptedMap:
 
     In float32 and with enough rows, the update is merged into the weight once instead of being
     applied to every row: a product [I, R] x [R, O] replaces products of M rows with A and with B.
-    It is merged when this takes no more arithmetic. In bfloat16 the update stays separate, because
-    the rounding of the weight would lose a small update.
+    The update is merged when this takes no more arithmetic. In bfloat16 the update stays separate,
+    because the rounding of the weight would lose a small update.
 
-    If it is separate, its product has the type `result` and is added in float32 to the product of
-    the weight, the largest term, which stays float32. A 16-bit type halves the time of a device
-    that waits for its memory.
+    A separate update is computed in the type `product_dtype`, and then added in float32 to the
+    product with the weight. The product with the weight is the largest term, so it is always
+    float32. A 16-bit `product_dtype` halves the time of a device that waits for its memory.
     """
 
     weight: jax.Array  # [I, O], or [O, I] if transposed; includes the update if merged
@@ -189,7 +189,7 @@ class AdaptedMap:
     scale: jax.Array
     is_merged: bool = struct.field(pytree_node=False)
     is_transposed: bool = struct.field(pytree_node=False, default=False)
-    result: Any = struct.field(pytree_node=False, default=jnp.float32)
+    product_dtype: Any = struct.field(pytree_node=False, default=jnp.float32)
 
     @classmethod
     def from_weight(
@@ -198,7 +198,7 @@ class AdaptedMap:
         pair: LoraPair,
         scale: jax.Array,
         num_rows: int,
-        result: Any = jnp.float32,
+        product_dtype: Any = jnp.float32,
         *,
         is_transposed: bool = False,
     ) -> "AdaptedMap":
@@ -213,7 +213,7 @@ class AdaptedMap:
         if is_merged:
             a = pair.a * scale
             weight = weight + (multiply(pair.b.T, a.T) if is_transposed else multiply(a, pair.b))
-        return cls(weight, pair, scale, is_merged=is_merged, is_transposed=is_transposed, result=result)
+        return cls(weight, pair, scale, is_merged=is_merged, is_transposed=is_transposed, product_dtype=product_dtype)
 
     @property
     def weight_IO(self) -> jax.Array:
@@ -233,16 +233,16 @@ class AdaptedMap:
         if self.is_merged:
             return y_MO
         inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
-        return y_MO + multiply(inner_MR, self.pair.b, self.result).astype(jnp.float32)
+        return y_MO + multiply(inner_MR, self.pair.b, self.product_dtype).astype(jnp.float32)
 
     def compute_gradient(
         self, x_MI: jax.Array, d_y_MO: jax.Array, inner_MR: jax.Array | None = None
     ) -> tuple[jax.Array, LoraPair]:
         """Return the gradients of `x` and of the pair, float32, given the gradient of the product."""
         d_h_MR = multiply(d_y_MO, self.pair.b.T) * self.scale
-        d_x_MI = multiply(d_y_MO, self.weight_IO.T, self.result).astype(jnp.float32)
+        d_x_MI = multiply(d_y_MO, self.weight_IO.T, self.product_dtype).astype(jnp.float32)
         if not self.is_merged:
-            d_x_MI = d_x_MI + multiply(d_h_MR, self.pair.a.T, self.result).astype(jnp.float32)
+            d_x_MI = d_x_MI + multiply(d_h_MR, self.pair.a.T, self.product_dtype).astype(jnp.float32)
         inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
         dtype = self.weight.dtype
         return d_x_MI, LoraPair(
@@ -277,11 +277,11 @@ class ConcatenatedMap:
         inputs, outputs = weight_IO.shape
         return weight_IO.dtype != jnp.float32 and num_rows >= inputs and 2 * outputs >= inputs
 
-    def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
-        """Return the map of `x` [M, O] in the type `result`, with `inner_MR` as in `AdaptedMap`."""
+    def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, out_dtype: Any = jnp.float32) -> jax.Array:
+        """Return the map of `x` [M, O] in the type `out_dtype`, with `inner_MR` as in `AdaptedMap`."""
         x_MI = x_MI.astype(self.weight_KO.dtype)
         inner_MR = _compute_inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
-        return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, result)
+        return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, out_dtype)
 
     def compute_gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
         """Return the gradients of `x` and of the pair, float32, given the gradient of the product."""
@@ -388,7 +388,7 @@ def _multiply_adapted(
 def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool):
     dtype = weight_IO.dtype
     x_MI = x_MI.astype(dtype)
-    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], result=dtype)
+    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], product_dtype=dtype)
     # Kept for the backward pass: it is so narrow that reading `x` takes all the time of recomputing
     # it.
     inner_MR = None if adapted.is_merged else mark_matmul(adapted.compute_inner(x_MI))
@@ -410,7 +410,7 @@ def _multiply_adapted_backward(
     joins: bool, kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array
 ):
     x_MI, inner_MR, weight_IO, pair, scale = kept
-    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], result=weight_IO.dtype)
+    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], product_dtype=weight_IO.dtype)
     d_x_MI, d_pair = adapted.compute_gradient(x_MI, d_y_MO, inner_MR)
     return d_x_MI, None, d_pair, None
 

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, Su et al. 2021, arXiv:2104.09864).
 
-Unless noted otherwise, in the two-halves layout of Hugging Face: dim i and dim i + H / 2 form a
-pair.
+Unless noted otherwise, heads have the two-halves layout of Hugging Face: dim i and dim i + H / 2
+form a pair, which is rotated by one angle.
 
 Legend: B batch, T tokens, N heads, H head dim.
 """
@@ -20,18 +20,18 @@ class Rope:
     """The RoPE frequencies of a model. Fields are named as in its Hugging Face config.
 
     - `linear` divides all frequencies by `factor`.
-    - `dynamic` changes the frequencies of sequences above the context of the config, which the
-      server does not accept.
+    - `dynamic` changes the frequencies only of sequences that are longer than the context of the
+      config. The server refuses such sequences, so here the frequencies never change.
     - `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by its `short_factor`.
-      It has other factors for sequences above the original context, which the server does not
-      accept.
+      For sequences that are longer than the original context it has other factors, which are not
+      used: the server refuses such sequences.
     - `llama3` (the scaling of Llama 3.1) divides low frequencies only: those with wavelengths above
       original / low_freq_factor. It interpolates smoothly down to wavelengths of original /
       high_freq_factor.
-    - `yarn` (Peng et al. 2023, arXiv:2309.00071) divides frequencies that turn less than
-      `beta_slow` times within the original context, and keeps frequencies that turn more than
-      `beta_fast` times. Pairs of dims between these follow a ramp. It also multiplies cosine
-      and sine by `amplitude`.
+    - `yarn` (Peng et al. 2023, arXiv:2309.00071) divides the frequency of a pair that turns less
+      than `beta_slow` times within the original context, and keeps the frequency of a pair that
+      turns more than `beta_fast` times. Between these pairs, it interpolates linearly. YaRN also
+      multiplies cosine and sine by `amplitude`.
     """
 
     theta: float
@@ -45,15 +45,16 @@ class Rope:
     truncate: bool = True
     """Whether the ends of YaRN's ramp are rounded to whole pairs."""
     attention_factor: float | None = None
-    """The amplitude of YaRN or LongRoPE, if it does not follow from the other numbers."""
+    """The amplitude of YaRN or LongRoPE. None means that `amplitude` computes it."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
 
     def extend_context(self, length: int) -> int:
-        """Return the maximum length of a sequence, given the length in the config.
+        """Return the maximum length of a sequence, given `max_position_embeddings` of the config.
 
-        The config may have the length before the scaling.
+        Configs of some kinds state the length before the scaling. For example, a length of 4096
+        with `linear` and a factor of 4 means 16384.
         """
         if self.kind == "linear":
             return int(length * max(self.factor, 1.0))
@@ -125,10 +126,11 @@ class Rope:
 
 
 def rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Rotate `x` [..., N, H], whose pairs are adjacent dims, by H / 2 angles that all heads share.
+    """Rotate `x` [..., N, H], in which dims 2 i and 2 i + 1 form a pair, by H / 2 angles.
 
-    The result has the first dims of all pairs, then the second dims. Products with heads that are
-    rotated in the same way do not depend on this order.
+    All heads share the angles. The result has the two-halves layout: the first dims of all pairs,
+    then the second dims. The order of dims does not change attention scores, because queries and
+    keys have the same order.
     """
     return rotate(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), cosine, sine)
 
@@ -137,8 +139,8 @@ def rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
     """Rotate `x` [..., N, H] by angles that all heads share.
 
-    There are H / 2 angles, or fewer for a rotation of the first dims of each head only. The
-    gradient is a rotation back; it treats the angles as constants.
+    There are H / 2 angles, or fewer if only the first dims of each head are rotated. The backward
+    pass rotates the gradient back by the same angles. The angles themselves get no gradient.
     """
     return _rotate(x, cosine, sine, is_back=False)
 

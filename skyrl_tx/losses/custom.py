@@ -1,10 +1,13 @@
-"""Custom losses in JAX: the value of one datum, and its gradient by the log-probabilities.
+"""Custom losses in JAX: the loss of one datum, and its gradient.
+
+The gradient is the derivative of the loss with respect to the log-probabilities.
 
 Legend: T positions, K targets per position.
 
-Arrays are padded along T and K, so that one compiled program serves many datums. Padding repeats
-the last element, and so do the results of every operation. Padding therefore contains a NaN only if
-the datum itself does. Reductions such as sums and means skip padding.
+Arrays are padded along T and K, so that one compiled program serves many datums. The padding of an
+input repeats the last element, and every operation on padded arrays returns an array that is padded
+in the same way. Padding therefore contains a NaN only if the datum itself does. Reductions such as
+sums and means skip padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +67,7 @@ _REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], float]] = {
 }
 """Reductions, each with the value that replaces padding.
 
-A mean is divided by the count without padding.
+A mean is computed as a sum, which `_reduce` divides by the number of elements without padding.
 """
 
 
@@ -78,16 +81,16 @@ def evaluate(
     """Return the loss of one datum and its metrics, float32 scalars.
 
     Args:
-        loss: the custom loss, whose constants are not read.
+        loss: the custom loss. Its own constants are ignored.
         inputs: one float32 array per entry of `loss.inputs`, padded with its last elements.
-        constants: float32 [number of constants].
+        constants: float32 [number of constants], used instead of the constants of `loss`.
         sizes: the numbers of positions and of targets before padding.
     """
     values = [*inputs, *constants]
     shapes = loss.shapes()
     for operation, shape in zip(loss.operations, shapes[loss.num_leaves :], strict=True):
-        read = [values[number] for number in operation.values]
-        values.append(_compute(operation, read, [shapes[number] for number in operation.values], shape, sizes))
+        operands = [values[number] for number in operation.values]
+        values.append(_compute(operation, operands, [shapes[number] for number in operation.values], shape, sizes))
     return values[loss.loss], {name: values[number] for name, number in loss.metrics.items()}
 
 
@@ -107,19 +110,20 @@ def value_and_gradient(
 
 
 def _compute(
-    operation: Operation, read: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, sizes: Sizes
+    operation: Operation, operands: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, sizes: Sizes
 ) -> jax.Array:
-    name, options, x = operation.name, operation.options, read[0]
+    """Return the result of an operation, which has `shape`. `shapes` are the shapes of `operands`."""
+    name, options, x = operation.name, operation.options, operands[0]
 
-    # Operations without an axis.
+    # Operations that do not need the size of a single axis.
     if name in _FUNCTIONS:
-        return _FUNCTIONS[name](*read)
+        return _FUNCTIONS[name](*operands)
     if name in _REDUCTIONS:
         return _reduce(name, x, shapes[0], options, sizes)
     if name == "cumsum":
         return jnp.cumsum(_mask_padding(x, shapes[0], options, 0.0, sizes), axis=options[0])
     if name == "broadcast":
-        return jnp.broadcast_arrays(*read)[0]
+        return jnp.broadcast_arrays(*operands)[0]
     if name == "unsqueeze":
         return jnp.expand_dims(x, options[0])
 
@@ -134,19 +138,19 @@ def _compute(
         index = options[1]
         return jnp.take(x, jnp.asarray(index) if index >= 0 else size + index, axis=axis, mode="clip")
 
-    # A slice repeats the last element of the result in its padding.
+    # A slice is as long as `x`. Its padding repeats the last element of the slice.
     assert name == "slice", name
     last = _count_elements(shape[axis], sizes) - 1
     return jnp.take(x, options[1] + jnp.minimum(jnp.arange(x.shape[axis]), last), axis=axis, mode="clip")
 
 
 def _count_elements(dim: Dim, sizes: Sizes) -> jax.Array:
-    """Return the number of elements before padding."""
+    """Return the number of elements of a dim, without padding."""
     return jnp.asarray(1, jnp.int32) if dim.symbol == "1" else sizes[dim.symbol] - dim.cut
 
 
 def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, sizes: Sizes) -> jax.Array:
-    """Replace the padding of `x` along `axes` by a neutral value."""
+    """Replace the padding of `x` along `axes` by a value that is neutral, for example 0 in a sum."""
     for axis in axes:
         if shape[axis].symbol != "1":
             mask = jnp.arange(x.shape[axis]) < _count_elements(shape[axis], sizes)
@@ -155,9 +159,9 @@ def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: floa
 
 
 def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], sizes: Sizes) -> jax.Array:
-    keeps, axes = bool(options[0]), tuple(options[1:])
+    keepdims, axes = bool(options[0]), tuple(options[1:])
     function, neutral = _REDUCTIONS[name]
-    total = function(_mask_padding(x, shape, axes, neutral, sizes), axis=axes, keepdims=keeps)
+    total = function(_mask_padding(x, shape, axes, neutral, sizes), axis=axes, keepdims=keepdims)
     if name != "mean":
         return total
     count = jnp.asarray(1, jnp.int32)

@@ -74,9 +74,9 @@ def find_family(hf: HfConfig) -> ModelFamily:
 def read_model(directory: Path) -> tuple[ModelFamily, ModelConfig]:
     """Return the family and the configuration of a checkpoint.
 
-    If `config.json` ties the embeddings, and the files have an unembedding with other values, they
-    are not tied. transformers 5 decides in the same way. Raises UnsupportedModel, or
-    CheckpointError for a `config.json` that cannot be read.
+    If `config.json` says that the embeddings are tied, but the files have an unembedding that
+    differs from the embedding, the model has untied embeddings, as in transformers 5. Raises
+    UnsupportedModel, or CheckpointError for a `config.json` that cannot be read.
     """
     content = read_json(directory, "config.json")
     family = find_family(content)

@@ -17,7 +17,8 @@ HfConfig = Mapping[str, Any]
 ExpertLora = Literal["shared", "own"]
 """The form of experts' adapters.
 
-With "shared", all experts of a layer share the factor next to the hidden size.
+With "shared", all experts of a layer share the factor next to the hidden size: A of gate and up,
+and B of down. With "own", experts share no factors.
 """
 
 
@@ -48,7 +49,7 @@ class Block:
 class Stack:
     """Layers with equal blocks, whose parameters are stacked.
 
-    They have the same index in the cycle of a group.
+    The layers of a stack have the same index in the cycle of their group.
     """
 
     block: Block
@@ -193,7 +194,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 
-# The keys that a rope description may have besides its theta and its type. They are fields of
+# The keys that a RoPE description must have besides its theta and its type. They are fields of
 # `Rope`.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -241,7 +242,7 @@ def check_supported(hf: HfConfig, *, reads: frozenset[str]) -> None:
 
 
 def get_rope(hf: HfConfig) -> tuple[str, HfConfig]:
-    """Return the rope description and its key.
+    """Return the RoPE description of a `config.json`, and its key.
 
     The key is `rope_parameters` (transformers 5) or `rope_scaling` (before). Raises
     UnsupportedModel if the config has two different descriptions.
@@ -256,7 +257,7 @@ def get_rope(hf: HfConfig) -> tuple[str, HfConfig]:
 
 
 def read_rope(hf: HfConfig) -> Rope:
-    """Read the description of `get_rope`, with the defaults of transformers."""
+    """Read the RoPE description of a `config.json`, with the defaults of transformers."""
     name, given = get_rope(hf)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
@@ -363,9 +364,9 @@ def check_quantization(given: Mapping[str, Any] | None) -> None:
 
 
 def _check_quantization_values(path: str, given: Mapping[str, Any], accepted: _Accepted) -> None:
-    """Raise UnsupportedModel if a key has a value that is not accepted.
+    """Raise UnsupportedModel if a key of `given` has a value that is not in `accepted`.
 
-    Unknown keys must be null.
+    Keys that are not in `accepted` must be null, unless they have no effect.
     """
     for key in sorted({*given, *accepted} - _WITHOUT_EFFECT):
         values = accepted.get(key, (None,))

@@ -1,4 +1,4 @@
-"""The settings of an adapter in PEFT's layout, which `adapter_config.json` contains."""
+"""Read and check `adapter_config.json`, which has the settings of a LoRA adapter in PEFT's layout."""
 
 import json
 import math
@@ -27,24 +27,28 @@ _WITHOUT_EFFECT = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
     }
 )
-"""Keys of adapter_config.json that are read, or that do not change the meaning of factors.
+"""Keys of adapter_config.json that may have any value in the last check of `read_config`.
 
-The names are from PEFT 0.21. Configs of initialisations are included, because `init_lora_weights`
-says which initialisation was used.
+They do not change the meaning of the LoRA factors, or other code reads them, such as `r` and
+`lora_alpha`. The names are from PEFT 0.21. The config of an initialisation, for example
+`eva_config`, may have any value because `init_lora_weights` says which initialisation was used.
 """
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    # Other initialisations subtract the first factors from the base weights, so the adapter needs
-    # changed base weights.
+    # Other initialisations subtract the initial product of the factors from the base weights. Such
+    # an adapter is wrong with unchanged base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 """Keys that may change the meaning of the factors, with the values that do not."""
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""The values that any other key may have."""
+"""The values that any other key may have, because they leave a feature of PEFT off."""
 
 
 def check_file(path: Path) -> Path:
-    """Return a path. Raises OSError if it is not a file, for example a pipe, which could not be read to its end."""
+    """Return `path`. Raises OSError if it exists and is not a regular file.
+
+    For example, reading a pipe could block forever.
+    """
     if path.exists() and not path.is_file():
         raise OSError("is not a regular file")
     return path
@@ -73,7 +77,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     if config.get("use_rslora") not in (True, False, None):
         raise AdapterError(f"{CONFIG_FILE}: use_rslora = {config['use_rslora']!r} must be true or false")
 
-    # Check all other keys. The patterns may be what `AdapterFiles.to_layout` writes.
+    # Check all other keys. `rank_pattern` and `alpha_pattern` are accepted if they have the values
+    # that `AdapterFiles.to_layout` writes for fused modules.
     ranks = config.get("rank_pattern")
     patterns = make_fused_patterns(config, ranks if isinstance(ranks, dict) else ())
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
@@ -87,13 +92,15 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def make_fused_patterns(config: Mapping[str, Any], leaves: Collection[str]) -> dict[str, dict[str, float]]:
-    """Return the rank and alpha of fused modules, as keys of adapter_config.json.
+    """Return `rank_pattern` and `alpha_pattern`: the ranks and alphas of fused modules.
 
-    A fused module has the ranks of all its maps together, and the same scale.
+    A fused module, for example `in_proj_qkv`, consists of multiple linear maps. Its rank is the sum
+    of their ranks, and its alpha gives the same scale (alpha / rank) as the maps have. `leaves` are
+    the last parts of the names of the adapter's modules.
     """
-    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
-    root = math.sqrt if config.get("use_rslora") else float
+    num_maps = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
+    get_alpha_factor = math.sqrt if config.get("use_rslora") else float
     return {
-        "rank_pattern": {leaf: config["r"] * number for leaf, number in multiples.items()},
-        "alpha_pattern": {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()},
+        "rank_pattern": {leaf: config["r"] * number for leaf, number in num_maps.items()},
+        "alpha_pattern": {leaf: config["lora_alpha"] * get_alpha_factor(number) for leaf, number in num_maps.items()},
     }

@@ -47,11 +47,11 @@ UNUSED_PREFIXES = (
 )
 """Tensors of parts that are not loaded: multi-token prediction and vision."""
 MTP_LAYERS_KEY = "num_nextn_predict_layers"
-"""The config key with the number of layers for multi-token prediction. They come last."""
+"""The config key with the number of layers for multi-token prediction, which are the last layers."""
 
 
 _ROWS = 8192
-"""The rows of two tensors that are compared at a time."""
+"""How many rows of two tensors are compared at a time."""
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -187,8 +187,8 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of a model and of its tokenizer.
 
-    The model names its tokens in `generation_config.json`, or else in `config.json`. Some base models
-    name another token than their tokenizers, and a sample ends at either, as in vLLM.
+    The tokens of the model are in `generation_config.json`, or else in `config.json`. The tokenizer
+    of some base models has another token. A sample ends at any of these tokens, as in vLLM.
     """
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -196,8 +196,8 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
             content = read_json(directory, name)
             ids = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
             found += ids if isinstance(ids, list) else [] if ids is None else [int(ids)]
-    own = _read_tokenizer_eos(directory)
-    return tuple(dict.fromkeys(found if own is None else [*found, own]))
+    tokenizer_id = _read_tokenizer_eos(directory)
+    return tuple(dict.fromkeys(found if tokenizer_id is None else [*found, tokenizer_id]))
 
 
 def _read_tokenizer_eos(directory: Path) -> int | None:
@@ -232,10 +232,10 @@ def load(
 ) -> Tree:
     """Return the tree of `Parameter`s filled with the tensors of a checkpoint.
 
-    Files are memory-mapped. In addition, the host holds only one device's part of one stacked array
-    at a time. Only the needed parts of tensors are read, except that whole heads are read if
-    multiple maps are stored head by head. Packed tensors are unpacked. Raises CheckpointError if a
-    tensor is missing, unexpected or has another shape.
+    Files are memory-mapped. Besides the files, host memory holds only one device's part of one
+    stacked array at a time. Only the needed parts of tensors are read. If a tensor stores multiple
+    linear maps head by head, whole heads are read. Packed tensors are unpacked. Raises
+    CheckpointError if a tensor is missing, unexpected or has another shape.
     """
     # Fit the rules to the names of the checkpoint.
     located = locate_tensors(directory)
@@ -281,7 +281,8 @@ def load(
 def _check_names(directory: Path, files: Mapping[str, Path], expected: Collection[str], unembed: str) -> None:
     """Raise CheckpointError if tensors are missing or unknown, and log which tensors are not used.
 
-    An `unembed` that is not expected is a copy of the embedding.
+    `unembed` is the name of the unembedding. If that tensor is not expected, the embeddings are
+    tied, and the tensor is ignored as a copy of the embedding.
     """
     # Find the part of each tensor that is not loaded.
     prefixes = (*UNUSED_PREFIXES, *map(find_nesting(files).add_prefix, _list_mtp_prefixes(directory)))
@@ -367,8 +368,8 @@ def make_dummy(
     """
 
     def fill(path: str, parameter: Parameter) -> jax.Array:
-        # The seed of a parameter is its path, read as a number. So all parameters differ, and all
-        # machines agree.
+        # The seed depends on the path of the parameter, read as a number. So all parameters have
+        # different values, and all machines have the same values.
         first_layer = parameter.layers[0] if parameter.layers else 0
         parameter_seed = (
             seed + 65_537 * first_layer + int.from_bytes(get_rule_path(path).encode(), "big")
@@ -387,7 +388,7 @@ def make_dummy(
 
 
 def locate_tensors(directory: Path) -> Mapping[str, Path]:
-    """Return the file of each tensor, among the files that the index names or in the single file.
+    """Return the file of each tensor, for the files in the index, or else for the single file.
 
     Raises CheckpointError if a file is missing or damaged, or if two files have the same tensor.
     """
@@ -411,7 +412,7 @@ def locate_tensors(directory: Path) -> Mapping[str, Path]:
 
 
 def _compare_with_index(directory: Path, files: Mapping[str, Path]) -> None:
-    """Log a warning if the index differs from the files, or if there is another whole file."""
+    """Log a warning if the index differs from the files, or if there is also a single file."""
     index, path = read_index(directory), directory / INDEX_FILE
     found = {tensor: file.name for tensor, file in files.items()}
     wrong = sorted(tensor for tensor in found.keys() | index.keys() if found.get(tensor) != index.get(tensor))
@@ -429,7 +430,7 @@ def _compare_with_index(directory: Path, files: Mapping[str, Path]) -> None:
 
 
 def read_index(directory: Path) -> Mapping[str, str]:
-    """Return the file name of each tensor by the index of shards, or nothing if there is no index.
+    """Return the file name of each tensor, as the index of shards says. Empty without an index.
 
     Raises CheckpointError for an invalid index, or names outside the directory.
     """
@@ -481,9 +482,9 @@ def get_tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path
 def _read_tensor(
     tensor: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
 ) -> None:
-    """Read a part of one tensor of a parameter into an array.
+    """Read a part of one tensor of a parameter into the array `into`.
 
-    `shape` is the parameter's, without layers and experts.
+    `shape` is the shape of the parameter, without the dims of layers and experts.
     """
     actual, expected = tuple(tensor.get_shape()), rule.get_tensor_shape(shape)
     if actual != expected:

@@ -1,4 +1,4 @@
-"""Names of a text model's tensors in a checkpoint that nests it, for example next to vision."""
+"""Tensor names of checkpoints that contain a text model and other parts, for example vision."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """A prefix that a checkpoint has where a checkpoint of the text model alone has `plain`."""
+    """How a checkpoint with other parts names the tensors of its text model.
+
+    Names have `prefix` where a checkpoint of the text model alone has `plain`. For example, with
+    the prefix `model.language_model.` and the plain prefix `model.`, the tensor `model.norm.weight`
+    is named `model.language_model.norm.weight`.
+    """
 
     prefix: str
     plain: str
@@ -22,7 +27,7 @@ class Nesting:
 
 
 NOT_NESTED = Nesting("", "")
-_NEXT_TO_VISION = Nesting("model.language_model.", "model.")  # Qwen3.5, new files of Gemma 3; not for lm_head
+_NEXT_TO_VISION = Nesting("model.language_model.", "model.")  # Qwen3.5, new files of Gemma 3; lm_head has no prefix
 _WHOLE_IN_VISION = Nesting("language_model.", "")  # Kimi K2.5 and Gemma 3
 _NESTINGS = (
     Nesting("backbone.", "model."),  # Nemotron-H; transformers uses the plain names
@@ -32,9 +37,9 @@ _NESTINGS = (
 
 
 def find_nesting(names: Collection[str]) -> Nesting:
-    """Return how a checkpoint with tensors of these names nests its text model.
+    """Return how a checkpoint that has tensors with these names nests its text model.
 
-    Most do not nest it.
+    Most checkpoints do not nest it, and the result is NOT_NESTED.
     """
     return next(
         (nesting for nesting in _NESTINGS if any(name.startswith(nesting.prefix) for name in names)), NOT_NESTED
@@ -42,10 +47,10 @@ def find_nesting(names: Collection[str]) -> Nesting:
 
 
 def find_module_nesting(config: Mapping[str, Any]) -> Nesting:
-    """Return how the class that a `config.json` names nests the modules of its text model.
+    """Return how the model class that `config.json` names nests its text model.
 
-    Adapters for transformers and vLLM have the names of these modules. They can differ from the
-    names of tensors.
+    Adapters for transformers and vLLM contain module names of this class. The names of modules can
+    differ from the names of the checkpoint's tensors.
     """
     names = [name for name in config.get("architectures") or () if name.endswith("ForConditionalGeneration")]
     if not names:

@@ -1,8 +1,9 @@
-"""Compile programs in background threads, and the XLA options that programs are compiled with.
+"""Compile programs in background threads, and choose XLA options.
 
-`Compiler` compiles likely programs while the backend starts and requests run. A request waits for
-its own programs only, and these are compiled before the likely ones. Which program a request uses
-never depends on what is compiled already, so its results do not depend on it either.
+While the backend starts and requests run, `Compiler` compiles *likely* programs: programs that
+later requests will probably use. A request waits only for the programs that it needs itself
+(*needed* programs), and these are compiled before the likely ones. Which programs a request uses
+never depends on what is compiled already, so the results do not depend on it either.
 
 **Options.** GPU options are set per program, and CPU options per process in XLA_FLAGS. XLA ignores
 the options of other devices, but it refuses GPU options that it does not know. The options here
@@ -37,7 +38,7 @@ from skyrl_tx.process.signals import ServiceThread
 Key = TypeVar("Key", bound=Hashable)
 
 _NICENESS = 5
-"""The niceness of compiler threads.
+"""The niceness of the threads for likely programs.
 On busy cores, such a thread gets a third of the time of another thread."""
 _IDLE_S = 1.0
 """Likely programs wait until no call has compiled a program for this long.
@@ -77,22 +78,24 @@ class CompiledProgram:
     call: Callable[..., Any]
     """Takes the arguments of the function without the static ones."""
     num_calls: int = 0
-    """How often it was called. The caller counts."""
+    """How often the program was called. Whoever uses `call` must increment it."""
 
 
 class Compiler(Generic[Key]):
     """Compile programs in background threads, and store them by key.
 
-    Programs that a request needs are compiled first, then the likely ones. Requests take turns,
-    so a request with many programs delays another request by a single program for each thread. Only
-    `progress` is thread-safe; call all other methods from one thread.
+    Programs that a request needs are compiled first, then the likely ones. If there are multiple
+    requesters, the threads alternate between them. So a request that needs many programs delays
+    another request by only one program per thread. Only `progress` is thread-safe; call all
+    other methods from one thread.
     """
 
     def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
-        """Make a thread for needed programs, and `num_threads` slower ones for all programs.
+        """Make one thread for needed programs, and `num_threads` threads for all programs.
 
-        They start with the first program. `monitor` tells when calls compile programs on their own
-        threads. Likely programs wait for them.
+        The `num_threads` threads have a low priority. All threads start with the first program.
+        `monitor` says whether a call is compiling a program on its own thread. No thread starts a
+        likely program during that time.
         """
         self.ready: dict[Key, CompiledProgram] = {}
         """The compiled programs."""
@@ -100,7 +103,7 @@ class Compiler(Generic[Key]):
         self._monitor = monitor
         self._lock = threading.Condition()
         self._likely: deque[tuple[Key, Program]] = deque()
-        self._needed: dict[Hashable, deque[tuple[Key, Program]]] = {}  # by turn; the next turn first
+        self._needed: dict[Hashable, deque[tuple[Key, Program]]] = {}  # by requester; the next requester first
         self._running: set[Key] = set()
         self._num_done = 0
         self._started_at = time.monotonic()
@@ -116,19 +119,21 @@ class Compiler(Generic[Key]):
             self._likely.extend(programs)
             self._notify_threads()
 
-    def queue_needed(self, key: Key, program: Callable[[], Program], turn: Hashable = None) -> None:
-        """Compile a program before all likely ones, after programs of the same `turn`.
+    def queue_needed(self, key: Key, program: Callable[[], Program], requester: Hashable = None) -> None:
+        """Compile a program before all likely ones, after other programs of the same requester.
 
-        `turn` identifies who needs the program. `program` makes it, unless it is likely or queued.
+        `requester` identifies who needs the program, for example a training pass. `program` is
+        called to make the program, unless it is queued or compiled already.
         """
         with self._lock:
-            own = self._needed.get(turn, ())
-            if key in self.ready or key in self._running or any(key == needed for needed, _ in own):
+            queued_for_requester = self._needed.get(requester, ())
+            is_queued = any(key == needed for needed, _ in queued_for_requester)
+            if key in self.ready or key in self._running or is_queued:
                 return
             queued = next((entry for entry in self._likely if entry[0] == key), None)
             if queued is not None:
                 self._likely.remove(queued)
-            self._needed.setdefault(turn, deque()).append(queued or (key, program()))
+            self._needed.setdefault(requester, deque()).append(queued or (key, program()))
             self._notify_threads()
 
     def wait(self, key: Key, timeout_s: float) -> bool:
@@ -140,9 +145,9 @@ class Compiler(Generic[Key]):
             return self._lock.wait_for(lambda: key in self.ready, timeout_s)
 
     def wait_if_pending(self, key: Key) -> None:
-        """Wait for a program that is needed or being compiled.
+        """Wait for a program if it is needed or being compiled.
 
-        Any other program is compiled by its first call.
+        Return at once for any other program: its first call compiles it.
         """
         with self._lock:
             if not self._is_pending(key):
@@ -179,7 +184,7 @@ class Compiler(Generic[Key]):
             thread.join()
 
     def _notify_threads(self) -> None:
-        """Tell the threads that there is a program, and start them for the first one."""
+        """Tell the threads that there is a new program. The first program starts the threads."""
         self._lock.notify_all()
         if not self._is_started and not self._is_closed:
             self._is_started = True
@@ -225,14 +230,14 @@ class Compiler(Generic[Key]):
             return None
 
     def _pop_needed(self) -> tuple[Key, Program] | None:
-        """Remove the next needed program, and move its turn to the end."""
+        """Remove and return the next needed program. Its requester is then the last in the order."""
         if not self._needed:
             return None
-        turn = next(iter(self._needed))
-        queue = self._needed.pop(turn)
+        requester = next(iter(self._needed))
+        queue = self._needed.pop(requester)
         taken = queue.popleft()
         if queue:
-            self._needed[turn] = queue
+            self._needed[requester] = queue
         return taken
 
     def _log_progress(self) -> None:
@@ -246,15 +251,15 @@ class Compiler(Generic[Key]):
 
 
 class Popularity:
-    """A file with the number of calls of each program. Servers of the same model share it."""
+    """A file with the number of calls of each program. Servers of the same model share the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, int]:
-        """Return the number of calls of each program by name, the largest first.
+        """Return the number of calls of each program by name, the largest number first.
 
-        Empty if there is no valid file.
+        The result is empty if there is no valid file.
         """
         try:
             content = json.loads(self._path.read_text())
@@ -301,13 +306,13 @@ DECODING_OPTIONS: _CompilerOptions = (
 """Which matrix products are merged in decoding, and which operations become part of CUDA graphs.
 
 **Merged products.** Products of the same rows are merged only if their weights are small (4 MB),
-such as LoRA factors A. XLA's default is 64 MB. It merges gate and up of Qwen3-4B, which then take
-92 microseconds for 256 rows on an H200.
+such as LoRA factors A. XLA's default limit of 64 MB also merges gate and up of Qwen3-4B, which then
+take 92 microseconds for 256 rows on an H200.
 
-**CUDA graphs.** By default, XLA leaves loops and conditionals out of graphs. The host then reads
-after each decode step whether there is another one, so it is busy until the decode slice ends. With
-loops in graphs, a decode step of 256 samples with eight layers of Qwen3-0.6B takes 3.53 ms instead
-of 4.05 ms on an H200. Training gets no faster.
+**CUDA graphs.** By default, XLA leaves loops and conditionals out of graphs. After each decode
+step, the host then reads whether there is another step, so the host is busy until the decode slice
+(a fixed number of decode steps) ends. With loops in graphs, a decode step of 256 samples with eight
+layers of Qwen3-0.6B takes 3.53 ms instead of 4.05 ms on an H200. Training gets no faster.
 """
 
 _CPU_OPTIONS = "xla_cpu_disable_loop_unrolling=1,xla_cpu_disable_tiled_emitter=1"
@@ -323,7 +328,8 @@ _CPU_FLAG = "--xla_backend_extra_options"
 def set_cpu_options(environment: MutableMapping[str, str]) -> None:
     """Set the CPU options in XLA_FLAGS, unless the user has set them.
 
-    They cannot be set per program. XLA reads the variable once, before its first use in a process.
+    XLA has no CPU options per program. It reads XLA_FLAGS once per process, when it is first used,
+    so call this function before.
     """
     flags = environment.get("XLA_FLAGS", "")
     if _CPU_FLAG not in flags:
@@ -333,7 +339,7 @@ def set_cpu_options(environment: MutableMapping[str, str]) -> None:
 def configure_jax(config: JaxConfig) -> JaxConfig:
     """Configure JAX in this process: XLA options, precision of products, compilation cache.
 
-    Returns the settings. They have no cache if its directory cannot be written.
+    Returns the settings, without `compile_cache_dir` if that directory cannot be written.
     """
     set_cpu_options(os.environ)
     jax.config.update("jax_default_matmul_precision", "highest")

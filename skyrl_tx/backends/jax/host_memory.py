@@ -1,8 +1,9 @@
-"""The memory of a host whose devices report none, as CPUs do not.
+"""Host memory, for devices such as CPUs that do not report their memory.
 
-The plan depends on how much memory the process may use. How much is available at the start decides
-only whether the backend starts, logs a warning, or refuses: a plan that changed from start to start
-would change the last bits of results.
+The memory plan depends only on how much memory the process may use, which is the same at each
+start. How much memory is available at the moment does not change the plan, because another plan
+would change the last bits of results. If too little is available, the backend refuses to start or
+logs a warning.
 """
 
 import logging
@@ -22,15 +23,19 @@ log = logging.getLogger(__name__)
 
 
 def get_planned_bytes(params: models.DecoderParams) -> int:
-    """Return the memory of the smallest host that the plan may use besides the weights."""
+    """Return how many bytes of host memory the plan may use for everything besides the weights.
+
+    On multiple hosts this is the minimum of all hosts, so that all hosts have the same plan.
+    """
     limit = get_memory_limit()
     return agree_on_minimum(max(min(int(PLANNED_SHARE * limit), limit - count_host_weight_bytes(params)), 0))
 
 
 def count_host_weight_bytes(params: models.DecoderParams) -> int:
-    """Return the bytes of the weights in host memory, or of their shapes.
+    """Return the bytes that the weights take in host memory. `params` may hold only their shapes.
 
-    Layers count twice, because decoding has a second copy of them that is split by layer.
+    The weights of layers count twice, because decoding uses a second copy of them that is split by
+    layer.
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, params.layers)))
 
@@ -47,7 +52,7 @@ def check_weights_fit(params: models.DecoderParams) -> None:
 
 
 def warn_if_memory_is_scarce(planned_bytes: int) -> None:
-    """Log a warning if less memory is available on this host than a plan may use."""
+    """Log a warning if less memory is available on this host than the plan may use in time."""
     if planned_bytes > (available := read_available_memory()):
         log.warning(
             "only %s of memory are available, but KV cache and models may take %s in time. Without more "

@@ -1,10 +1,11 @@
 """Plan device memory: micro-batches, KV cache, sampler pool, and models in training.
 
 The backend allocates in this order: weights, sampler pool, KV cache. Then it plans micro-batches
-and models in training for the memory that is left. On devices that do not report their memory, as
-CPUs do not, fixed defaults apply, within the share of host memory that `host_memory` plans with. The
-plan does not depend on how much memory is free, because results after a restart would then not be
-bit-equal.
+and models in training for the memory that is left.
+
+Devices such as CPUs do not report their memory. For these, fixed defaults apply, within the share
+of host memory that `host_memory.get_planned_bytes` returns. That share does not depend on how much
+host memory is free, because results after a restart would then not be bit-equal.
 """
 
 import logging
@@ -34,7 +35,8 @@ TRAINING_SHARE = 0.5
 """Share of the memory left by weights and KV cache that a micro-batch may take.
 The rest is for models."""
 ROW_SHARE = 0.9
-"""Share of the same memory that one example may take if it is longer than a micro-batch."""
+"""Share of the memory left by weights and KV cache that one long example may take.
+A long example has more tokens than a micro-batch."""
 HOST_SHARE = 0.5
 """Share of host memory that the offloaded inputs of layers may take for one example."""
 SAMPLE_SHARE = 0.5
@@ -58,10 +60,12 @@ DEFAULT_SAMPLE_TOKENS = 65536
 DEFAULT_SLOTS = (256, 128, 64, 32)
 """Choices for the number of samples at the same time, for each copy of the weights.
 
-Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample: they read
-the weights once for all samples. CPUs use the last choice, because they are limited by arithmetic.
+Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample: a larger
+batch costs little time there, because a decode step reads the weights once for all samples. CPUs
+use the last choice, because they are limited by arithmetic.
 """
 SLOT_TOKENS = 512
+"""Tokens of KV cache for each sample that are enough to choose a number of samples."""
 MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds for the tokens of a micro-batch on each device."""
 SUFFICIENT_TOKENS = 4096
@@ -128,11 +132,12 @@ def find_longest_example(
     costs: TrainingCosts | None,
     plan: MemoryPlan,
 ) -> int:
-    """Return the length of the longest training example: what fits, up to the limit of the model.
+    """Return the length of the longest training example that fits, up to the model's context.
 
-    Call it when weights and KV cache are on the device. An example that is longer than a
-    micro-batch gets its own micro-batch. It may take ROW_SHARE of the memory that one model of the
-    highest rank leaves, on each of the devices that share its row.
+    Call this when weights and KV cache are on the device. An example that is longer than a
+    micro-batch is alone in its row, which may be sharded over multiple devices. On each of these
+    devices, the example may take ROW_SHARE of the memory that is left when one model of the highest
+    rank is in training.
     """
     if costs is None:
         return model.max_context_length
@@ -191,8 +196,8 @@ def choose_training_plan(
 ) -> MemoryPlan:
     """Return the memory plan for `free` bytes on each device, including the policies of long rows.
 
-    `layout` is the layout of training. A long row may use the memory that one model, of
-    `model_bytes` on each device, leaves.
+    `layout` is the layout of training. `model_bytes` are the bytes of one model in training on each
+    device. A long row may use the memory that such a model leaves.
     """
     num_shards = count_shards(layout)
     plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
@@ -222,8 +227,9 @@ def add_long_row_policies(
 ) -> MemoryPlan:
     """Return the plan with remat policies for rows that are longer than a micro-batch.
 
-    Such a row has `free` bytes on each device to itself. It gets the fastest policy that fits:
-    without rematerialization, with it, or with offloading. Configured settings apply to all rows.
+    Such a row has `free` bytes on each device to itself. It gets the fastest policy that fits: no
+    rematerialization, rematerialization, or offloading to the host. If the user has configured
+    `remat` or `offload`, the setting applies to all rows.
     """
     micro_batch_tokens = -(-plan.micro_batch_tokens // num_shards)  # on each device
 
@@ -261,7 +267,8 @@ def get_free_bytes(params: models.DecoderParams) -> int | None:
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
     """Choose the size of the KV cache, and log it. Configured values take precedence.
 
-    Call it when the weights are on the device. There are never more pages than all slots can use.
+    Call this when the weights are on the device. The cache never has more pages than all slots
+    together can use.
     """
     layout, dtype = params.layout, params.embed.dtype
     num_shards = layout.num_shards("batch")
@@ -350,10 +357,11 @@ def _find_largest_sample_memory(
     cache_bytes: CacheBytes,
     num_shards: int,
 ) -> SampleMemory:
-    """Return the largest cache with at most as many bytes as `fitting` positions, on all devices.
+    """Return the largest cache that fits into the memory of `fitting` positions on all devices.
 
-    Cache and decode slices together must fit. A sample is on one shard, so it has at most the
-    tokens of one shard.
+    The arrays of decode slices must fit into the same memory. A sample is on one shard, so the
+    longest sample has at most the tokens of one shard. If the user has configured the number of
+    tokens, the result has that number.
     """
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
     max_tokens = min(max_tokens, num_slots * (config.max_context_length or context))
@@ -379,9 +387,9 @@ def _find_largest_sample_memory(
 def choose_max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Choose how many models may be in training at the same time, and log it.
 
-    A configured number takes precedence. Call it when weights and KV cache are on the device. A
-    model takes memory when it is created: weights, gradient and two moments of its rank. This
-    estimate assumes the highest rank that a client may request.
+    A configured number takes precedence. Call this when weights and KV cache are on the device.
+    Each model takes memory for the weights, gradient and two moments of its adapter. The estimate
+    assumes the highest rank that a client may request.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
@@ -407,11 +415,12 @@ def count_model_bytes(config: JaxConfig, params: models.DecoderParams, model: mo
 
 
 def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
-    """Return the number of slots of the sampler pool at the start, the base model's included.
+    """Return how many adapters the sampler pool has room for at the start (slots).
 
-    This is the configured maximum if it fits into POOL_SHARE of the free memory at the default
-    rank, so that loading a sampler compiles no program again. Otherwise it is what fits, but at
-    least MIN_ADAPTER_SLOTS. Call it when the weights are on the device.
+    One of the slots is for the base model. If the configured maximum fits into POOL_SHARE of the
+    free memory at the default rank, the pool has that size. The pool then never grows, so loading a
+    sampler compiles no program again. Otherwise the number is what fits, but at least
+    MIN_ADAPTER_SLOTS. Call this when the weights are on the device.
     """
     cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), get_memory_layout(params))
     return min(
@@ -422,7 +431,8 @@ def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model:
 def get_memory_layout(params: models.DecoderParams) -> Layout:
     """Return how arrays are sharded over separate memories.
 
-    Devices that report none share the host's memory.
+    Devices that do not report their memory share the memory of the host, so for these the result is
+    UNSHARDED.
     """
     return UNSHARDED if get_free_bytes(params) is None else params.layout
 
@@ -451,7 +461,7 @@ def _describe_free(params: models.DecoderParams, free: int) -> str:
 def _round_down(size: int) -> int:
     """Round `size` down to three significant bits, for example 1000 to 896.
 
-    So slightly less free memory at a restart does not change shapes.
+    So the shapes stay the same if slightly less memory is free at the next start.
     """
     step = 1 << max(size.bit_length() - 3, 0)
     return size // step * step

@@ -11,9 +11,9 @@
 - The KV cache is sharded by heads and rows.
 
 In training with `cp`, the tokens of a row are sharded over `cp` and `ep`, and batch rows only over
-`dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`. During
-attention, devices hold all tokens of some heads instead (`row_heads`). Expert layers gather the batch
-rows of an `ep` group (`expert_batch`).
+`dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`.
+During attention, devices hold all tokens of some heads instead (`row_heads`). Expert layers gather
+the batch rows of an `ep` group (`expert_batch`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,8 +51,8 @@ _CONTEXT_PARALLEL_RULES: Mapping[Axis, tuple[str, ...]] = {
     "tokens": ("cp", "ep"),
     "row_heads": ("tp", "cp", "ep"),
 }
-"""Rules that replace those above in training with `cp`.
-`ep` comes last, so the devices of an `ep` group hold adjacent tokens, which expert layers gather."""
+"""Rules that replace the rules above in training with `cp`.
+`ep` comes last, so the devices of an `ep` group hold adjacent tokens. Expert layers gather them."""
 
 Placement = Callable[[Any], Any]
 """A function that puts a tree of host arrays on the devices."""
@@ -69,7 +69,7 @@ def make_layout(config: MeshConfig) -> Layout:
     """Return a layout over all devices, or over the first device if the mesh has size 1.
 
     On multiple hosts these are the devices of all hosts, host by host, so the last mesh axes lie
-    within a host. Raises MeshError if the mesh has another number of devices.
+    within a host. Raises MeshError if the size of the mesh is not the number of devices.
     """
     devices, num_devices = jax.devices(), config.num_devices
     if num_devices not in (1, len(devices)) or (num_devices < len(devices) and is_distributed()):
@@ -116,7 +116,8 @@ def layout_from_mesh(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = AXIS_RU
 def make_training_layout(layout: Layout) -> Layout:
     """Return the layout for training.
 
-    It differs from `layout` only on a mesh with `cp`, which shards tokens.
+    On a mesh with `cp`, the tokens of a row are sharded too. On any other mesh, the result is
+    `layout` itself.
     """
     assert layout.mesh is not None
     if "cp" not in layout.mesh.shape:
@@ -131,7 +132,10 @@ def count_replicas(layout: Layout) -> int:
 
 
 def check_divisible(layout: Layout, config: ModelConfig) -> None:
-    """Raise MeshError unless every mesh axis divides the sizes of the model that it shards."""
+    """Raise MeshError if the model cannot be sharded evenly.
+
+    For example, a model with 32 heads cannot be sharded over tp = 3.
+    """
     layout = make_training_layout(layout)
     assert layout.mesh is not None
     if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _iter_sharded_sizes(config)):
@@ -163,8 +167,8 @@ def make_adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool
     """Return a function that puts adapters on the devices.
 
     LoRA pairs are sharded like their linear maps, and everything else is replicated. Pairs are
-    recognized by name, so the tree may also hold moments or a gradient. With `is_pool`, arrays have
-    a leading dim of adapter slots.
+    recognized by name, so the tree may also hold moments or a gradient. With `is_pool`, the tree
+    holds multiple adapters: each array has a leading dim with one entry per adapter.
     """
     axes = get_adapter_axes(config)
     assert layout.mesh is not None

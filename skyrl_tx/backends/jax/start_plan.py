@@ -100,21 +100,22 @@ class StartPlan:
     """The longest training example that fits, in tokens.
     None if devices do not report their memory."""
     offloaded_bytes: int
-    """Host memory that a device needs to offload that example.
-    If the longest example of the model is shorter, that example counts."""
+    """Host memory that each device needs to offload the longest training example.
+    It has `longest_row` tokens, but at most the model's context. 0 if it is not offloaded."""
     max_models: int
     model_bytes: int
     """Weights, gradient and moments of one model of the highest rank."""
     host_weight_bytes: int
     """Host memory of the weights, if devices do not report their memory."""
     host_bytes: int
-    """Host memory that the rest of the plan may take in time, if devices do not report their memory."""
+    """Host memory that the KV cache and the models in training may take in time.
+    This counts only if devices do not report their memory."""
 
 
 def make_abstract_layout(config: MeshConfig) -> Layout:
     """Return a layout without devices.
 
-    It gives shapes and shardings, but arrays cannot be placed on it.
+    The layout gives shapes and shardings, but no array can be placed on it.
     """
     axes = config.axes
     axis_types = (AxisType.Auto,) * len(axes)  # as in a Mesh; AbstractMesh has another default since jax 0.11
@@ -314,7 +315,7 @@ def make_training_batch(model: ModelId, num_tokens: int, max_length: int, num_ro
 
 
 def _make_first_token_batch(sampler: SamplerId | None, prompt_length: int) -> PreparedSampleBatch:
-    """Return a request for one token. It is drawn from the prefill, so no decode slot is used."""
+    """Return a request for one token. The prefill draws this token, so the request needs no slot."""
     request = SampleRequest(
         request_id=RequestId(WARM_UP_ID),
         sampler=sampler,

@@ -42,7 +42,7 @@ def multiply_tiles(
     added: AddedProducts | None = None,
     *,
     transposed: bool = False,
-    result: Any = jnp.float32,
+    out_dtype: Any = jnp.float32,
     interpret: bool,
 ) -> jax.Array:
     """See `registry.MultiplyTiles`."""
@@ -71,7 +71,7 @@ def multiply_tiles(
         grid=(pl.cdiv(outputs, block_outputs), W),
         in_specs=specs,
         out_specs=pl.BlockSpec((None, P, block_outputs), lambda o, w: (w, 0, o)),
-        out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
+        out_shape=jax.ShapeDtypeStruct((W, P, outputs), out_dtype),
         compiler_params=plgpu.CompilerParams(
             num_warps=4 if is_short else 8, num_stages=2 if is_small else 4 if is_short else 3
         ),

@@ -43,19 +43,19 @@ AttendStep = Callable[..., SoftmaxStats]
 """A function of (q, pages, start, recent, num_recent) that returns the statistics of a decode step.
 
 The query of row b [B, K, G, H] attends to its positions below `start[b]` in pages, and to the first
-`num_recent` of the recent keys and values [B, K, U, H], the last of them its own. Keyword
-arguments are `window` and `interpret`, as for Attend. The result is equal up to rounding.
+`num_recent` of the recent keys and values [B, K, U, H]. The last of these belongs to the query's
+own position. Keyword arguments are `window` and `interpret`, as for Attend. The result is equal up
+to rounding.
 """
 
 
 MultiplyTiles = Callable[..., jax.Array]
 """A function of (x, matrices, index, num_used, added) that multiplies tiles with matrices.
 
-
 Tile w of x [W, P, I] is multiplied with matrix `index[w]` of [X, I, O], in the type of x, and
-accumulated in float32. `added` is None or an `AddedProducts`. The result is zero for tiles from
-`num_used` on. Keyword arguments: `transposed`, for matrices [X, O, I]; the type `result`; and
-`interpret`.
+accumulated in float32. `added` is None, or the LoRA products that are added (`AddedProducts`). The
+result is zero for tiles from `num_used` on. Keyword arguments: `transposed`, for matrices [X, O,
+I]; `out_dtype`, the type of the result; and `interpret`, as for Attend.
 """
 
 NormalizeAndRotate = Callable[..., jax.Array]

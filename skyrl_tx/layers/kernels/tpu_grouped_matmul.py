@@ -3,13 +3,14 @@
 Each tile of rows is multiplied with one matrix.
 
 XLA first copies the matrix of each tile and then multiplies all tiles. For the experts of a
-mixture, this moves several times the bytes of their matrices. Here the matrix number of a tile
-selects the block that is fetched next, while the previous block is multiplied. Tiles of the same
-matrix are adjacent, so the matrix is fetched once. JAX's `megablox` also multiplies groups of rows,
-but it cannot add the LoRA product of each row, and it leaves the rows of unused tiles undefined.
+mixture, this moves several times the bytes of their matrices. This kernel copies nothing: it reads
+the number of the next tile's matrix, and fetches a block of that matrix while it multiplies the
+previous block. Tiles of the same matrix are adjacent, so the matrix is fetched once. JAX's
+`megablox` also multiplies groups of rows, but it cannot add the LoRA product of each row, and it
+leaves the rows of unused tiles undefined.
 
-Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner
-dim.
+Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs. The second product, for LoRA,
+has matrices Y with the inner dim R.
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from skyrl_tx.layers.grouped_experts import AddedProducts
 
 MATRIX_BYTES = 2**21
-"""The size of a block of a matrix in bytes. A block has at least WIDTH outputs, even if it is larger.
+"""The maximum bytes of a block of a matrix. But a block has at least WIDTH outputs.
 
 VMEM holds two blocks at a time: one is multiplied while the next is fetched.
 """
@@ -39,7 +40,7 @@ def multiply_tiles(
     added: AddedProducts | None = None,
     *,
     transposed: bool = False,
-    result: Any = jnp.float32,
+    out_dtype: Any = jnp.float32,
     interpret: bool,
 ) -> jax.Array:
     """Multiply each tile of rows with one matrix, see `registry.MultiplyTiles`.
@@ -49,9 +50,10 @@ def multiply_tiles(
         matrix_X: Matrices [X, I, O], or [X, O, I] if `transposed`.
         index_W: The matrix of each tile.
         num_used: The number of tiles that are used. The result is zero for all other tiles.
-        added: A second product to add, for LoRA: narrower rows and their matrices.
+        added: A second product that is added to the first one, for LoRA: its rows, matrices, and
+            the matrix of each tile.
         transposed: Whether the matrices are transposed.
-        result: The type of the result.
+        out_dtype: The type of the products that are returned.
         interpret: Whether to interpret the kernel, for tests without a TPU.
 
     Returns:
@@ -95,7 +97,7 @@ def multiply_tiles(
             in_specs=specs,
             out_specs=pl.BlockSpec((None, P, size), lambda o, w, *_: (w, 0, o)),
         ),
-        out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
+        out_shape=jax.ShapeDtypeStruct((W, P, outputs), out_dtype),
         interpret=interpret,
         name="multiply_tiles",
     )(*scalars, *arrays)
@@ -114,12 +116,12 @@ def _kernel(
     used_ref: Any,
     x_ref: Any,
     matrix_ref: Any,
-    *others: Any,
+    *added_and_out_refs: Any,
     transposed: bool,
     dtype: Any,
 ) -> None:
     """Compute some outputs of a tile; zeros if the tile is not used."""
-    *added, out_ref = others
+    *added, out_ref = added_and_out_refs
     is_used = pl.program_id(1) < used_ref[0]
 
     @pl.when(is_used)

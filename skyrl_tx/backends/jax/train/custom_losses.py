@@ -1,7 +1,7 @@
 """Evaluate custom losses, and turn their gradients into a cross-entropy loss.
 
 A custom loss is not part of the compiled training program, because then the model would be compiled
-for each loss. Instead a pass has three phases:
+for each loss. Instead, a forward-backward pass has three phases:
 
 1. Compute the log-probabilities with the model.
 2. Compute the loss of each example, and the gradient of the loss with respect to the
@@ -98,9 +98,10 @@ class LossShape:
 
 
 def list_shapes(examples: Sequence[PassExample]) -> list[LossShape]:
-    """Return the shape of each example of a request, which depends only on the example itself.
+    """Return the shape of each example of a request.
 
-    Raises UserError if the request needs more than MAX_SHAPES programs.
+    The shape of an example does not depend on other examples. Raises UserError if the request needs
+    more than MAX_SHAPES programs.
     """
     loss = examples[0].custom
     assert loss is not None
@@ -126,7 +127,8 @@ def list_shapes(examples: Sequence[PassExample]) -> list[LossShape]:
 class CustomLossPrograms:
     """The programs of custom losses, compiled in the background while their passes wait.
 
-    A program is kept while a pass needs it, and afterwards until there are _MAX_PROGRAMS newer ones.
+    A program is kept while a pass needs it. Of the programs that no pass needs, the newest
+    _MAX_PROGRAMS are kept.
     """
 
     def __init__(self, compiler: Compiler[LossShape] | None = None) -> None:
@@ -137,27 +139,27 @@ class CustomLossPrograms:
         self._compiler = compiler
         self._num_passes: Counter[LossShape] = Counter()
 
-    def acquire(self, shapes: Collection[LossShape], turn: Hashable) -> None:
-        """Compile the programs that a pass needs, and keep them until it releases them.
+    def acquire(self, shapes: Collection[LossShape], requester: Hashable) -> None:
+        """Compile the programs that a pass needs, and keep them until the pass calls `release`.
 
-        `turn` identifies the pass.
+        `requester` identifies the pass.
         """
         self._num_passes.update(shapes)
         for shape in shapes:
             if self._compiler is not None:
-                self._compiler.queue_needed(shape, shape.make_program, turn)
+                self._compiler.queue_needed(shape, shape.make_program, requester)
             elif shape not in self.ready:
                 self.ready[shape] = CompiledProgram(shape.make_program().compile_lazily())
 
     def release(self, shapes: Collection[LossShape]) -> None:
-        """Take back an `acquire`."""
+        """Undo `acquire`: a pass no longer needs these programs. Removes old programs."""
         self._num_passes -= Counter(shapes)
         idle = [shape for shape in list(self.ready) if shape not in self._num_passes]
         for shape in idle[: max(len(idle) - _MAX_PROGRAMS, 0)]:
             del self.ready[shape]
 
     def wait(self, shape: LossShape, timeout_s: float) -> bool:
-        """Wait until a program is ready, at most `timeout_s` seconds. Returns whether it is."""
+        """Wait until a program is ready, at most `timeout_s` seconds. Returns whether it is ready."""
         return self._compiler is None or self._compiler.wait(shape, timeout_s)
 
     def close(self) -> None:
@@ -170,8 +172,8 @@ class CustomLossPrograms:
     ) -> list[CustomLossValue]:
         """Compute the custom loss of examples of a request from log-probabilities [T] or [T, K].
 
-        The padded shape of an example depends only on the example itself, so results are
-        batch-invariant. The programs must be ready.
+        `shapes` is the result of `list_shapes`, and the programs must be ready. The padded shape of
+        an example depends only on the example itself, so results are batch-invariant.
         """
         loss = examples[0].custom
         assert loss is not None
@@ -214,8 +216,8 @@ def _get_input(name: str, example: PassExample, logprobs: Float32Array) -> Numbe
 def _stack(arrays: Sequence[NumberArray], shape: LossShape) -> Float32Array:
     """Stack arrays [T, ...] to one array [size, length, ...].
 
-    Positions and targets are padded with the last ones of the array, and missing rows with zeros.
-    Arrays without dims become [size].
+    Along positions and targets, each array is padded with its last element. Missing arrays are
+    zeros. Arrays without dims become [size].
     """
     padded = (shape.length, shape.num_targets)[: arrays[0].ndim]
     stacked = np.zeros((shape.chunk_size, *padded), np.float32)

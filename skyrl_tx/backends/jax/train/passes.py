@@ -54,8 +54,8 @@ class _Request:
     """The index of the first example in the batch."""
     examples: tuple[PassExample, ...]
     custom: tuple[PassExample, ...] = ()
-    """The examples with their custom loss.
-    `examples` then have a cross-entropy with weights of zero instead."""
+    """The examples of a request with a custom loss, as the client sent them; else empty.
+    In `examples`, their loss is then replaced by a cross-entropy with weights of zero."""
     loss_shapes: tuple[LossShape, ...] = ()
     """The shape of the custom loss of each example."""
 
@@ -120,9 +120,9 @@ class JaxPass(Pass):
     ) -> None:
         """Plan the micro-batches. Raises UserError if a request needs too many custom programs.
 
-        `shards` are the number of shards of the batch, which is the number of rows of a
-        micro-batch, and the number of shards of a row's tokens. Without `programs`, programs are
-        compiled on first use.
+        `shards` has two numbers. The first is the number of shards of the batch; each micro-batch
+        has that many rows. The second is the number of devices that share the tokens of a row.
+        Without `programs`, programs are compiled on first use.
         """
         self._params = params
         self._shards = shards
@@ -135,18 +135,18 @@ class JaxPass(Pass):
         self._losses = CustomLossPrograms() if losses is None else losses
 
         # Plan the micro-batches, and compile what they need.
-        self._turn = object()  # this pass, for the compilers
+        self._requester = object()  # identifies this pass for the compilers
         self._requests = _group_by_request(batch.examples)
-        self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
+        self._states_before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
         self._is_finished = self._has_shrunk = False
         self._restart(memory.plan)
         self._loss_shapes = {shape for request in self._requests for shape in request.loss_shapes}
-        self._losses.acquire(self._loss_shapes, self._turn)
+        self._losses.acquire(self._loss_shapes, self._requester)
 
     def _restart(self, memory_plan: MemoryPlan) -> None:
         """Discard all results, and plan all micro-batches with a memory plan."""
         self._memory_plan = memory_plan
-        self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
+        self._gradients = {model_id: state.gradient for model_id, state in self._states_before.items()}
         self._request_gradient: AdapterWeights | None = None
         self._dispatched: list[tuple[_PlannedMicroBatch, training.MicroBatchOutputs]] = []
         self._custom_results: dict[int, PassResult] = {}
@@ -155,7 +155,7 @@ class JaxPass(Pass):
             shapes = (shape for planned in self._pending for shape in self._list_shapes(planned))
             for shape in dict.fromkeys(shapes):
                 if shape not in self._programs.ready:
-                    self._programs.queue_needed(shape, self._turn)
+                    self._programs.queue_needed(shape, self._requester)
 
     def _plan_micro_batches(self, memory_plan: MemoryPlan) -> list[_PlannedMicroBatch]:
         planned: list[_PlannedMicroBatch] = []
@@ -190,7 +190,11 @@ class JaxPass(Pass):
         return not self._pending
 
     def _find_missing_program(self) -> Callable[[float], bool] | None:
-        """Return a function that waits for a program that the next micro-batch needs, if any is missing."""
+        """Return a function that waits for a missing program of the next micro-batch.
+
+        The function takes a timeout in seconds, and returns whether the program is ready. Returns
+        None if no program is missing.
+        """
         if not self._pending:
             return None
         planned = self._pending[0]
@@ -244,21 +248,22 @@ class JaxPass(Pass):
         self._custom_results = {}
 
     def _commit(self) -> None:
-        for model_id, before in self._before.items():
+        for model_id, before in self._states_before.items():
             assert self._pool.get(model_id) is before, "a model must not change while a pass over it runs"
-        for model_id, before in self._before.items():
+        for model_id, before in self._states_before.items():
             self._pool.put(model_id, before.with_gradient(self._gradients[model_id]))
 
     @contextmanager
     def _restart_if_out_of_memory(self) -> Generator[None]:
-        """Restart with smaller micro-batches if a device runs out of memory in the context.
+        """Restart with smaller micro-batches if a device runs out of memory in the `with` block.
 
         Later passes use the smaller plan only if this pass succeeds with it, because other shapes
         change the last bits of results.
 
         Raises:
-            CapacityError: If there is no smaller plan. MemoryExhausted: After the restart, on
-            multiple hosts. Rank 0 checks that all hosts have restarted.
+            CapacityError: If there is no smaller plan.
+            MemoryExhausted: After the restart, on multiple hosts. Rank 0 checks that all hosts have
+                restarted.
         """
         try:
             yield
@@ -304,7 +309,7 @@ class JaxPass(Pass):
         return [*shapes, self._get_shape(planned, backward=True)] if self._backward else shapes
 
     def _get_shape(self, planned: _PlannedMicroBatch, *, backward: bool) -> MicroBatchShape:
-        plan, weights = planned.plan, self._before[planned.request.model_id].adapter.weights
+        plan, weights = planned.plan, self._states_before[planned.request.model_id].adapter.weights
         rank = next(iter(weights.values())).a.shape[-1]
         remat = self._choose_remat(self._memory_plan, plan.num_tokens) if backward else None
         is_local = LOSSES[planned.request.examples[0].loss].is_local
@@ -324,10 +329,10 @@ class JaxPass(Pass):
         """Start to compute a micro-batch, and add its gradient to the gradient of its request."""
         request = planned.request
         batch = packing.fill_micro_batch(planned.plan, request.examples)
-        adapter = self._before[request.model_id].adapter
+        adapter = self._states_before[request.model_id].adapter
 
-        # Forward. A backward pass of a custom loss waits for the log-probabilities to compute its
-        # weights.
+        # Forward. With a custom loss, a backward pass needs the log-probabilities first: the gradient
+        # of the loss becomes the weights of a cross-entropy.
         if not self._backward or request.custom:
             outputs = self._call_program(planned, self._params, adapter, batch, backward=False)
             if not self._backward:
@@ -354,9 +359,9 @@ class JaxPass(Pass):
     ) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
         """Evaluate the custom loss of a micro-batch from its outputs on the host.
 
-        Returns the examples of the request, in which the examples of the micro-batch have a
-        cross-entropy with the gradient of the custom loss, and the results of the micro-batch's
-        examples by their index in the batch.
+        Returns two values. The first is all examples of the request, where the examples of this
+        micro-batch have a cross-entropy with the gradient of the custom loss. The second has the
+        results of the examples of this micro-batch, by their index in the batch.
         """
         request = planned.request
         forward = dict(packing.read_results(planned.plan, request.examples, outputs.logprobs, outputs.loss))

@@ -44,11 +44,14 @@ class MicroBatchShape:
     remat: RematPolicy | None
     """How `forward_backward.accumulate` rematerializes; None is `forward_backward.forward`."""
     is_local: bool = True
-    """Whether the program is for local losses, see `losses.base.Loss`."""
+    """Whether the loss is local: the loss of a position depends only on arrays at that position."""
 
     @property
     def name(self) -> str:
-        """The name in the file of popular programs. The memory plan implies the remat policy."""
+        """The name in the file of popular programs.
+
+        The name does not contain `remat`, which follows from the memory plan.
+        """
         return f"{self.num_rows} {self.length} {self.num_targets} {self.rank} {int(self.is_local)}"
 
 
@@ -57,10 +60,10 @@ class MicroBatchShapes:
     """The micro-batch shapes that are possible with the settings of a server."""
 
     budget: int
-    """Maximum tokens of a row. Only a longer example exceeds it."""
+    """Maximum tokens of a row. Only a row with one longer example has more tokens."""
     num_rows: int
     multiple: int
-    """The length of a row is a multiple of this number."""
+    """The number of devices that share the tokens of a row. Row lengths are a multiple of it."""
     rank: int
     """The padded LoRA rank that clients use by default."""
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
@@ -84,10 +87,10 @@ class MicroBatchShapes:
     def iter_likely(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
         """Yield likely shapes, the most likely first. Shapes may repeat.
 
-        The order is: popular programs, full micro-batches, the last micro-batches of long requests,
-        then all other lengths in ascending order. Only popular programs can have losses that are
-        not local. Popular programs that are impossible with these settings are skipped: another
-        version or other settings used them.
+        The order is: popular programs in the order of `popular`, full micro-batches, the last
+        micro-batches of long requests, then all other lengths in ascending order. Only popular
+        programs can have losses that are not local. A popular program from another version or other
+        settings may be impossible with these settings, and is then skipped.
         """
         # Popular programs
         for name in popular:
@@ -131,10 +134,7 @@ class TrainingPrograms:
     def __init__(
         self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
     ) -> None:
-        """Store the arguments.
-
-        `params` has the shapes of the base weights, with the layout of training.
-        """
+        """`params` has the shapes of the base weights, with the layout of training."""
         self.ready: dict[MicroBatchShape, CompiledProgram] = compiler.ready
         """The compiled programs."""
 
@@ -144,7 +144,7 @@ class TrainingPrograms:
     def start(self, shapes: MicroBatchShapes, cache_dir: Path | None) -> None:
         """Begin to compile likely programs.
 
-        The file with the popular programs is in `cache_dir`.
+        `cache_dir` has the file of popular programs. None means that no program is popular.
         """
         if cache_dir is not None:
             layout = self._params.layout
@@ -157,12 +157,12 @@ class TrainingPrograms:
             (shape, self._make_program(shape)) for shape in dict.fromkeys(shapes.iter_likely(popular))
         )
 
-    def queue_needed(self, shape: MicroBatchShape, turn: Hashable) -> None:
+    def queue_needed(self, shape: MicroBatchShape, requester: Hashable) -> None:
         """Compile a program that a pass needs now or soon, before the likely ones.
 
-        `turn` identifies the pass.
+        `requester` identifies the pass.
         """
-        self._compiler.queue_needed(shape, partial(self._make_program, shape), turn)
+        self._compiler.queue_needed(shape, partial(self._make_program, shape), requester)
 
     def wait(self, shape: MicroBatchShape, timeout_s: float) -> bool:
         """Wait until a needed program is ready, at most `timeout_s` seconds.
