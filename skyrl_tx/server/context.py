@@ -59,7 +59,7 @@ class ApiContext:
     priority: ResponsePriority = field(default_factory=ResponsePriority)
 
     async def run_call(self, owner: str, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Run `work` in a thread, once its owner has a free one."""
+        """Run `work` in a thread, once `owner` has a free thread in its share."""
         async with self.shares.calls.reserve(owner):
             return await run_in_threadpool(work, *arguments, **named)
 
@@ -88,9 +88,10 @@ class ApiCall:
     It identifies requests that have no sequence number.
     """
     weights_access_token: str | None = None
-    """Header with the key or token of another owner, whose checkpoint the client copies.
+    """Header with the API key or JWT of another owner.
 
-    Source: tinker/lib/public_interfaces/rest_client.py.
+    A client sends it to copy a checkpoint of that owner. Source:
+    tinker/lib/public_interfaces/rest_client.py.
     """
 
     @property
@@ -191,10 +192,11 @@ async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerat
 async def receive_call(
     request: Request, caller: Principal, limits: BodyLimits, *, threads: OwnerBudget | None = None
 ) -> AsyncGenerator[ApiCall]:
-    """Wait until there is memory for the body, receive it, and wait until its owner has a thread.
+    """Wait for memory for the body, receive the body, and wait until the caller has a free thread.
 
-    The thread, and the memory that decoding takes, stay reserved inside the context. `threads` is
-    the budget of the thread. By default, the size of the body determines it.
+    The thread, and the memory that decoding takes, stay reserved inside the context. The thread is
+    taken from the budget `threads`. The default is `heavy_calls` for large bodies, and `calls` for
+    all other bodies.
     """
     context = await get_context(request)
     shares, owner = context.shares, caller.owner

@@ -20,7 +20,10 @@ Refusal = Literal[
     "quota",
     "stored_bytes",
 ]
-"""Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
+"""Labels of refused requests in the metrics.
+
+Either the API key of the request does not permit it, or the client should send it again later.
+"""
 
 
 class ApiError(Exception):

@@ -36,17 +36,21 @@ class ServerExtension:
     service: Callable[[ApiContext], object] | None = None
     """Creates the component that the endpoints of the feature share.
 
-    It is stored as `app.state.NAME`.
+    The component is stored as `app.state.NAME`, where NAME is the name of the feature.
     """
     error_forms: Mapping[str, ErrorForm] = field(default_factory=dict[str, ErrorForm])
     """Error formats by path prefix. For example, `/v1/` stands for all paths that start with it."""
     admission: Callable[[Session, SessionId, float], None] | None = None
     """Called as `admission(tx, session_id, now)` before a checkpoint is added to a session.
 
-    Runs in the transaction that adds the checkpoint. Raises UserError to refuse it.
+    Runs in the transaction that adds the checkpoint. Raises UserError to refuse the checkpoint.
     """
     count_stored_bytes: CountBytes | None = None
-    """Counts the bytes of each owner in the tables of the feature, see `StoredBytes`."""
+    """Returns how many bytes each owner has in the tables of the feature.
+
+    `StoredBytes` adds these bytes to the total of the owner, and refuses calls if the total is too
+    large.
+    """
     on_telemetry: Callable[[ApiCall], None] | None = None
     """Called with each request to `/telemetry`, in a thread, before the request is acknowledged."""
     describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None

@@ -22,12 +22,15 @@ _MAX_WAIT_S = 20.0
 _BACKPRESSURE = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
 SMALL_BYTES = 2**16
-"""Bodies and results up to this size need no reservation of memory, so heartbeats never wait for it.
+"""Bodies and results up to this size need no reservation, so heartbeats never wait for memory.
 
 The number of connections limits the memory of small bodies.
 """
 HEAVY_BYTES = 2**22
-"""A body whose decoding takes more memory than this also takes long: JSON of more than 512 KiB."""
+"""Calls whose body takes more memory than this to decode use the few threads of `heavy_calls`.
+
+Decoding such a body also takes long. A JSON body reaches this size at 512 KiB.
+"""
 _RESULT_BYTES = 256 * 2**20
 """Memory for encoded results that clients have not received yet. An owner may use a quarter."""
 
@@ -112,7 +115,7 @@ class OwnerBudget:
             raise
 
     def _admit(self) -> None:
-        """Admit waiting requests while something is free.
+        """Admit waiting requests while a part of the budget is free.
 
         The owner with the smallest reservation comes first. Requests of one owner are admitted in
         the order of arrival.

@@ -1,10 +1,12 @@
 """The bytes that each owner stores in the database, and the share that an owner may store.
 
-Everything counts that clients send or that is computed for them and is still in the database:
-sessions, requests, results that were not removed yet, logged metrics, and samples for the console.
-An owner that has more than its share gets 429 for calls that store more, so it cannot fill the
-disk of the other owners. The owners that store much share the disk space of the database equally,
-and one more share always stays free. Calls that only poll, cancel or delete are never refused.
+These bytes count: sessions, requests, results that were not removed yet, logged metrics, and
+samples for the console. An owner that has reached its share gets 429 for calls that store more, so
+it cannot fill the disk of the other owners. Calls that only poll, cancel or delete are never
+refused.
+
+The owners that store more than 64 MiB share the disk space equally, and one more share always stays
+free. For example, two such owners on a disk with 90 GB for the database may store 30 GB each.
 """
 
 import math
@@ -25,11 +27,17 @@ from skyrl_tx.store.totals import count_stored_bytes
 CountBytes = Callable[[Session], Mapping[str, int]]
 """Returns the bytes of each owner in some tables."""
 _MIN_SHARE, _MAX_SHARE = 64 * 2**20, 64 * 2**30
-"""Every owner may store the minimum. The maximum also applies if the disk is unknown."""
+"""A share is never smaller or larger than this.
+
+It is the maximum before the first count, and for PostgreSQL, whose free space is unknown.
+"""
 _MIN_PERIOD_S = 10.0
 _MAX_LOAD = 0.01
-"""Part of the time in which the tables are counted."""
-# The SDK sends a request again after a 429. Its sampling client pauses first.
+"""Maximum fraction of the time that counting takes.
+
+For example, after a count that took 1 s, the next count begins 100 s later at the earliest.
+"""
+# The SDK sends a request again after a 429. The second header makes its sampling client pause first.
 _HEADERS = {"Retry-After": "10", "X-Tinker-Sampling-Backpressure": "1"}
 
 
@@ -41,7 +49,7 @@ class StoredBytes:
     """
 
     def __init__(self, store: Store, counts: Sequence[CountBytes] = ()) -> None:
-        """`counts` count the tables of optional features."""
+        """`counts` count the bytes in the tables of optional features."""
         self._store = store
         self._counts = (count_stored_bytes, *counts)
         self._lock = threading.Lock()
@@ -49,12 +57,12 @@ class StoredBytes:
         self._added: Counter[str] = Counter()  # since the last count began
         self._share: float = _MAX_SHARE
         self._is_counting = False
-        self._count_at = -math.inf
+        self._next_count_at = -math.inf
 
     def add(self, owner: str, num_bytes: int) -> None:
         """Count bytes that a call is about to store. Raises ApiError 429 if they exceed the share."""
         with self._lock:
-            if is_due := not self._is_counting and time.monotonic() >= self._count_at:
+            if is_due := not self._is_counting and time.monotonic() >= self._next_count_at:
                 self._is_counting = True
             stored, share = self._stored[owner] + self._added[owner], self._share
             is_refused = stored + num_bytes > share
@@ -88,7 +96,7 @@ class StoredBytes:
         with self._lock:
             self._stored = stored
             self._share = min(max(share, _MIN_SHARE), _MAX_SHARE)
-            self._count_at = ended + max(_MIN_PERIOD_S, (ended - started) / _MAX_LOAD)
+            self._next_count_at = ended + max(_MIN_PERIOD_S, (ended - started) / _MAX_LOAD)
             self._is_counting = False
 
     def _count_all(self, tx: Session) -> Counter[str]:

@@ -56,7 +56,7 @@ def describe_error(form: Form, status: int, detail: str, error: Exception | None
 
     `detail` is the message of this server's own error response.
     """
-    # A prompt that is too long has a text or code that clients look for
+    # Clients recognize the error for a too long prompt by its text (Anthropic) or code (OpenAI)
     too_long = error if isinstance(error, ContextTooLong) else None
     if form == "anthropic":
         if too_long is not None:

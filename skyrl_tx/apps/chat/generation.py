@@ -1,7 +1,7 @@
 """Read the tokens of a running sample request as deltas. Each token is delivered exactly once.
 
 While a request runs, the engine writes new tokens to the database, and `PartialStreams` reads them
-from there. The tokens that did not come this way follow when the result is stored.
+from there. Tokens that were not written to the database are taken from the result of the request.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class PartialStreams:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sample finished. `stop_string` is the stop string that ended it, if any."""
+    """Why a sample finished. `stop_string` is the stop string that ended the sample, if any."""
 
     reason: Literal["stop", "length"]
     stop_string: str | None = None
@@ -204,7 +204,10 @@ class Generation:
         stream: Stream | None,
         resources: ExitStack,
     ) -> None:
-        """`completed` and `stream` set `changed` when they have news. `resources` closes both."""
+        """`changed` is set when `completed` is resolved, and when `stream` has new tokens.
+
+        Closing `resources` closes `completed` and `stream`.
+        """
         self.request_id = request_id
         self.num_tokens = 0
         """Number of tokens sampled so far, over all samples."""
@@ -272,7 +275,7 @@ class Generation:
         first = sample.count_known(0, padded) or 0
         delta = self._make_delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
 
-        # The rest of the text, and why it ended
+        # The rest of the text, and why the sample ended
         text = delta.text + sample.text.finish()
         matched = sample.text.stop_string
         reason = "stop" if matched is not None else sequence.stop_reason
@@ -286,7 +289,7 @@ class Generation:
         )
 
     async def _read_output(self) -> SampleOutput | None:
-        """Read the result, or None if there is none yet.
+        """Return the result, or None while the request is open.
 
         Raises ApiError if the request failed, the API key was revoked, or the server is shutting
         down.

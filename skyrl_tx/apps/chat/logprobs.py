@@ -37,12 +37,12 @@ class TokenLogprob:
 
 
 def score_delta(delta: Delta, k: int) -> list[TokenLogprob]:
-    """Return the tokens of a delta, with log-probabilities and the top `k` at each position."""
+    """Return the new tokens in a delta, with log-probabilities and the top `k` at each position."""
     return [token for part in score_deltas([delta], k) for token in part]
 
 
 def score_deltas(deltas: Sequence[Delta], k: int) -> Iterator[list[TokenLogprob]]:
-    """Yield the tokens of deltas in slices, see `score_delta`."""
+    """Yield the tokens of deltas as `score_delta` returns them, in slices of up to 256 tokens."""
     for delta in deltas:
         yield from _iterate_slices(delta.token_ids, delta.logprobs, delta.topk, k)
 
@@ -71,15 +71,15 @@ def _combine(
     return [
         TokenLogprob(token, None, ())
         if math.isnan(logprob)
-        else TokenLogprob(token, max(logprob, _LOWEST), [*_include_own(token, max(logprob, _LOWEST), top, numbers)])
+        else TokenLogprob(token, max(logprob, _LOWEST), [*_include_token(token, max(logprob, _LOWEST), top, numbers)])
         for token, logprob, top, numbers in zip(tokens, logprobs, ids or empty, values or empty, strict=True)
     ]
 
 
-def _include_own(
+def _include_token(
     token: int, logprob: float, top: Sequence[int], numbers: Sequence[float]
 ) -> Iterator[tuple[int, float]]:
-    """Yield the top tokens. The sampled token is added at the end if it is not among them."""
+    """Yield the top tokens, and at the end `token` if it is not among the top tokens."""
     for other, number in zip(top, numbers, strict=True):
         yield other, logprob if other == token else max(number, _LOWEST)
     if token not in top:
@@ -87,24 +87,30 @@ def _include_own(
 
 
 class _JsonList:
-    """A JSON list that is encoded in parts, so that no step takes long and only the bytes stay."""
+    """A JSON list that is encoded in parts.
+
+    No call of the encoder takes long, and the objects of encoded parts need not stay in memory.
+    """
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def extend(self, values: Sequence[object]) -> None:
-        """Append values."""
+        """Encode values and append them."""
         if values:
             self._parts.append(msgspec.json.encode(values)[1:-1])
 
     def finish(self) -> msgspec.Raw:
-        """Return the list."""
+        """Return the list as JSON."""
         return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that the text of a choice begins with. `scored` has its tokens in slices."""
+    """The prompt, if the client wants the text of each choice to begin with the prompt.
+
+    `scored` has the tokens of the prompt with log-probabilities, in slices.
+    """
 
     text: str
     tokens: Sequence[int]
@@ -131,7 +137,7 @@ class CompletionLogprobs:
         """
         lists = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         if echo is not None:
-            # Tokens that the tokenizer added before the text, for example BOS, begin at its start
+            # Tokens that the tokenizer added before the text, for example BOS, get the offset 0
             self._offset = -max(self._text.decode(echo.tokens, skip_special=False).find(echo.text), 0)
             self._add(lists, echo.scored, Detokenizer(self._text, skip_special=False))
             self._offset = len(echo.text)

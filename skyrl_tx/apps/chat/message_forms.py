@@ -1,7 +1,8 @@
 """Other forms of a conversation, for chat templates that cannot render the form of the client.
 
-For example, some templates accept only one system message, and some join the arguments of a tool
-call to other text.
+A form is a list of messages with the same content, written in another way. For example, some
+templates accept only one system message. Other templates concatenate the arguments of a tool call
+with other text, so the arguments must be a string.
 """
 
 import json
@@ -47,12 +48,12 @@ def iterate_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def _join_parts(messages: Sequence[Message]) -> Sequence[Message]:
-    """Make the content of every message one text, also where the client sent none."""
+    """Make the content of every message one text. A message without content gets an empty text."""
     return [{**message, "content": read_text(message)} for message in messages]
 
 
 def _write_arguments(messages: Sequence[Message]) -> Sequence[Message]:
-    """Write the arguments of tool calls as JSON text, for templates that join them to other text."""
+    """Write the arguments of tool calls as JSON text."""
 
     def convert(call: Mapping[str, object]) -> Mapping[str, object]:
         function = cast(Mapping[str, object], call["function"])

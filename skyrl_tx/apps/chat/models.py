@@ -32,7 +32,7 @@ class Weights:
 
 
 def find_weights(call: ApiCall, name: str) -> Weights:
-    """Return the weights that an API request names, see `resolve_weights`."""
+    """Return the weights that an API request names. `resolve_weights` lists the kinds of names."""
     return call.store.read(lambda tx: resolve_weights(tx, call.caller, call.settings, name))
 
 
@@ -67,13 +67,13 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
     # The served model, or the id of a run, which contains `:train:`
     if ":train:" not in name:
         return Weights(name, _resolve_base_model(settings, name))
-    saved = access.find_readable_run(tx, caller, ModelId(name), time.time()).saved
-    sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
-    if not sampling:
+    run = access.find_readable_run(tx, caller, ModelId(name), time.time())
+    sampler_rows = [row for row in run.checkpoints if row.kind == CheckpointKind.SAMPLER]
+    if not sampler_rows:
         raise not_found(
             f"model {quote_value(name)}: the run has no sampler checkpoint; call save_weights_for_sampler to make one"
         )
-    return Weights(name, public, sampling[-1].path)
+    return Weights(name, public, sampler_rows[-1].path)
 
 
 def _resolve_base_model(settings: ApiSettings, name: str) -> str:

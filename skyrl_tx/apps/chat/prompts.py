@@ -26,7 +26,7 @@ from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.server.submission.validation import quote_value, require
 
 _TEXT_ONLY = "is not supported; this server accepts only text, tool_use, tool_result and thinking"
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that a request cannot set."""
 
 
@@ -83,11 +83,13 @@ def render_prompt(
 def read_variables(given: Mapping[str, object] | None, fields: Iterable[tuple[str, str, object]]) -> dict[str, object]:
     """Return the variables of a request for the chat template.
 
-    `given` is `chat_template_kwargs`. `fields` has the name, variable and value of each other field
-    that sets a variable, or None as its value. Raises UserError if two of them contradict.
+    `given` is `chat_template_kwargs`. `fields` lists the other fields of the request that set a
+    variable: the name of the field, the name of the variable, and the value. The value is None if
+    the client did not set the field. Raises UserError if two fields give a variable different
+    values.
     """
     variables = dict(given or {})
-    for name in _OWN_VARIABLES:
+    for name in _RESERVED_VARIABLES:
         path = f"chat_template_kwargs.{name}"
         require(name not in variables, f"{path}: must not be set here; the server sets it", field=path)
     for name, variable, value in fields:

@@ -61,7 +61,7 @@ for path, endpoint in (("/models", list_models), ("/models/{model_id:path}", get
 
 
 def create_routers() -> list[APIRouter]:
-    """Create a router for each prefix. It returns 404 for unknown paths below its prefix."""
+    """Create a router for each prefix. Each router returns 404 for unknown paths below its prefix."""
     # The reference documents only the first prefix of OpenAI's endpoints; the second is an alias
     offered = [(prefix, openai, prefix == OPENAI_PREFIXES[0]) for prefix in OPENAI_PREFIXES]
     routers: list[APIRouter] = []

@@ -18,8 +18,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\ue000end of the text\ue001 "
 """Appended to the last message, to find the end of the message in the rendered prompt.
 
-The mark ends with a space. If the space is missing in the prompt, the template strips the texts of
-messages.
+The mark ends with a space. If the space is missing in the rendered prompt, the template strips the
+texts of messages, and `_cut_at_mark` strips the end of the prompt too.
 """
 
 _PARTS = ("\ue000first part\ue001", "\ue000second part\ue001")
@@ -85,7 +85,7 @@ def _compile(source: str) -> Callable[..., str]:
 def _find_forms(source: str, role: str) -> tuple[bool, bool]:
     """Return whether a template renders a role's content as text, and as multiple parts.
 
-    A template that does not expect parts may fail, drop them, or write them as Python objects.
+    A template that does not expect parts may fail, drop the parts, or write them as Python objects.
     """
 
     def render(content: object) -> str:
@@ -145,8 +145,8 @@ class ChatTemplate:
         """Render a prompt as text.
 
         With `continue_final_message`, the prompt ends with the text of the last message, so that
-        the model continues it. If the template fails, other forms of the messages are tried. Raises
-        UserError if it fails for all of them.
+        the model continues this text. If the template fails, other forms of the messages are tried.
+        Raises UserError if the template fails for all forms.
         """
         source = self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
         prepared = [_choose_form(source, message) for message in messages]
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 def _mark_end(message: Message) -> dict[str, object]:
-    """Append the mark to the text of a message. Raises UserError if it has no text."""
+    """Append `_MARK` to the text of a message. Raises UserError if the message has no text."""
     if not read_text(message).strip():
         field = "continue_final_message"
         raise FieldError(f"{field}: the last message has no text that could be continued", field)

@@ -27,11 +27,9 @@ _FIELDS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special"
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """Find a file of a model. `model` is a directory or a Hugging Face id.
+    """Find a file of a model, or return None. `model` is a directory or a Hugging Face id.
 
-    Returns None if there is no such file.
-
-    A file from the hub is read from the local cache, where the backend put the model. It is
+    A file from the hub is read from the local cache, where the backend put the model. The file is
     downloaded only if the cache does not have the model.
     """
     directory = Path(model).expanduser()
@@ -79,7 +77,7 @@ class TokenizerFiles:
     def __init__(self, model: str) -> None:
         """Read the files. `model` is a directory or a Hugging Face id.
 
-        Raises UserError if one is malformed.
+        Raises UserError if a file is malformed.
         """
         self._model = model
         self._config = _read_json(model, _CONFIG)
@@ -94,7 +92,7 @@ class TokenizerFiles:
         return {name: text for name, value in self._list_named().items() if (text := _read_text(value)) is not None}
 
     def _list_named(self) -> dict[str, object]:
-        """Return the fields that may name a special token. The standard ones come first."""
+        """Return the fields that may name a special token, the fields with standard names first."""
         others = [name for name in self._config if name.endswith("_token") and name not in _STANDARD_NAMES]
         named = {name: self._config.get(name) for name in (*_STANDARD_NAMES, *others)}
         extra = self._config.get("extra_special_tokens")
@@ -103,7 +101,7 @@ class TokenizerFiles:
     def load_tokenizer(self) -> "Tokenizer | None":
         """Load the tokenizer, or return None if there is no `tokenizer.json`.
 
-        Raises UserError if it is malformed.
+        Raises UserError if the file is malformed.
         """
         from tokenizers import Tokenizer
 

@@ -147,7 +147,7 @@ def show_audit_log(visit: Visit) -> Page:
     Raises ApiError 403 if the visitor is not an admin.
     """
     visit.require_admin("only admins can read the audit log")
-    resource, before = visit.get_query("resource"), visit.get_whole("before", 0, maximum=2**53)
+    resource, before = visit.get_query("resource"), visit.get_int("before", 0, maximum=2**53)
     rows = visit.read(
         lambda tx: audit.list_entries(
             tx,
@@ -166,7 +166,7 @@ def show_audit_log(visit: Visit) -> Page:
             "entries": shown,
             "resource": resource,
             "resources": _RESOURCES,
-            "first": visit.make_address(before=None) if before else None,
-            "older": visit.make_address(before=shown[-1].position) if len(rows) > _AUDIT_ROWS else None,
+            "first": visit.make_url(before=None) if before else None,
+            "older": visit.make_url(before=shown[-1].position) if len(rows) > _AUDIT_ROWS else None,
         },
     )

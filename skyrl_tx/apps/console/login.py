@@ -51,7 +51,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+PAGE_HEADERS = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
 """Headers of all responses except scripts and styles."""
 FORM_TOKEN = "form_token"
 """Name of the form field with the token of the console session."""
@@ -66,7 +66,7 @@ class Visitor:
 
     @property
     def is_keyless(self) -> bool:
-        """Whether the server requires no key. The visitor then is an admin."""
+        """Whether the visitor has no key. Such a visitor is an admin, because no key is required."""
         return self.principal.key_id is None
 
     @property
@@ -92,8 +92,8 @@ class ConsoleSessions:
         # apart.
         self._name = f"skyrl-{signing_key.sign('console-cookie')[:8]}"
 
-    def log_in(self, key: str, address: str) -> Principal:
-        """Return the principal of a key.
+    def authenticate_key(self, key: str, address: str) -> Principal:
+        """Return the principal of a key that a visitor logs in with.
 
         Raises ApiError 401 for a wrong key, 429 after too many wrong keys, and 403 if the scope of
         the key does not allow to log in.
@@ -116,7 +116,7 @@ class ConsoleSessions:
     def name_visitor(self, request: Request) -> str:
         """Return a name for the visitor who sent a request: the key in the cookie, or the network.
 
-        Reads no database, so the key may have ended.
+        The database is not read, so the key may be revoked or may have expired.
         """
         key_id = self._read_claims(request.cookies.get(self._get_cookie_name(request), "")).get("key_id")
         address = "" if request.client is None else request.client.host
@@ -185,7 +185,7 @@ class ConsoleSessions:
 class FailedLogins:
     """Records failed log-ins in the audit log, at most one per second.
 
-    Each entry has the number of failed log-ins before it that were not recorded.
+    Each entry has the number of failed log-ins that were not recorded since the previous entry.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:

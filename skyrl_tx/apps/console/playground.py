@@ -26,7 +26,7 @@ from skyrl_tx.apps.chat.models import Weights, find_weights, list_sampler_checkp
 from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, make_json_response, respond
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.apps.chat.text import ContextTooLong, Detokenizer, ModelText
-from skyrl_tx.apps.console.login import NO_STORE, ConsoleSessions, Visitor, check_form
+from skyrl_tx.apps.console.login import PAGE_HEADERS, ConsoleSessions, Visitor, check_form
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.contract.errors import RequestError, UserError
@@ -154,7 +154,7 @@ def create_routes(context: ApiContext) -> list[Route]:
             async with receive_call(request, visitor.principal, _LIMITS) as call:
                 pass
             response = await handler(request, call)
-            response.headers.update(NO_STORE)
+            response.headers.update(PAGE_HEADERS)
             return response
 
         return Route(path, serve, methods=["POST"])

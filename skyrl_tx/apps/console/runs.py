@@ -69,7 +69,7 @@ def list_runs(visit: Visit) -> Page:
             "pager": visit.make_pager(_PAGE_ROWS, len(lines), total),
             "search": query.search,
             "project": query.project,
-            "address": visit.make_address(),
+            "address": visit.make_url(),
         },
     )
 
@@ -169,7 +169,7 @@ def send_curves(visit: Visit) -> Response:
     `since` is the first step to send.
     """
     line = _find_run(visit)
-    return make_json_response(make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
+    return make_json_response(make_columns(visit, line.model_id, line.owner, visit.get_int("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")

@@ -30,17 +30,17 @@ def find_owner(visit: Visit, line: RunLine) -> str | None:
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return the values for the tab's template.
 
-    `?step=` chooses the step, see `choose_step` for the default.
+    `?step=` chooses the step. The default is the result of `choose_step`.
     """
     # The weights after n - 1 optimizer steps make the samples that step n trains on
     owner = find_owner(visit, line)
     kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
     steps = [(number + 1, count) for number, count in kept if number is not None]
-    step = visit.get_whole("step", choose_step([number for number, _ in steps], line.num_steps))
+    step = visit.get_int("step", choose_step([number for number, _ in steps], line.num_steps))
     rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
-    number = visit.get_whole("group", 0, maximum=_MAX_GROUPS)
+    number = visit.get_int("group", 0, maximum=_MAX_GROUPS)
     return {
         "sample_steps": steps,
         "step": step,
@@ -52,10 +52,11 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
 
 
 def choose_step(steps: Sequence[int], num_steps: int) -> int:
-    """Return the newest step with samples that the run has taken, or the newest if it took none.
+    """Return the newest of the steps with samples that the run has completed.
 
-    `steps` are in descending order. Samples of the newest weights belong to a step that the run has
-    not taken: they are not trained on yet, or are from an evaluation.
+    If the run has completed none of them, return the newest step with samples. `steps` are the
+    steps with samples, in descending order. Samples of the newest weights belong to a step that the run has
+    not completed: they are not trained on yet, or are from an evaluation.
     """
     newest = steps[0] if steps else 0
     return next((step for step in steps if step <= num_steps), newest)
@@ -64,7 +65,7 @@ def choose_step(steps: Sequence[int], num_steps: int) -> int:
 def make_decoder(text: ModelText) -> Decode:
     """Return a function that decodes tokens.
 
-    It returns None if there is no tokenizer or an id is out of range.
+    The function returns None if there is no tokenizer, or if a token id is out of range.
     """
     if not text.has_tokenizer:
         return lambda _: None
@@ -90,7 +91,7 @@ class SampleView:
     is_cut: bool
     stop_reason: str
     probability: float | None
-    """Geometric mean of the probabilities of its tokens."""
+    """Geometric mean of the probabilities of the sampled tokens."""
     advantage: float | None
     bar: float
     """The advantage divided by the largest absolute advantage of the step."""

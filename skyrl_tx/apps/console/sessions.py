@@ -24,7 +24,10 @@ _PAGE_ROWS = 50
 _MAX_RUNS = 50
 _MAX_SAMPLERS = 50
 _SHOWN_SAMPLERS = 8
-"""Without `?samplers=all`, the page shows this many samplers. A client that trains makes one a step."""
+"""The page shows this many samplers, and all with `?samplers=all`.
+
+A session can have many, because a client that trains creates a sampler in each step.
+"""
 _MAX_REQUESTS = 12
 _MAX_SPANS = 2000
 """Limit on the requests on a timeline."""
@@ -78,7 +81,7 @@ def show_session(visit: Visit) -> Page:
             "requests": list_requests(groups, _MAX_REQUESTS),
             "traffic": make_traffic(buckets, row.created_at, visit.now),
             "waiting": sum(group.number for group in waiting),
-            "address": visit.make_address(),
+            "address": visit.make_url(),
         },
     )
 
@@ -95,7 +98,7 @@ def send_timeline(visit: Visit) -> Response:
 
     `after` leaves out requests up to a position.
     """
-    session_id, after = _find_session(visit), visit.get_whole("after", 0, maximum=2**53)
+    session_id, after = _find_session(visit), visit.get_int("after", 0, maximum=2**53)
     groups = visit.read(
         lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_SPANS, after=after, with_logged=False)
     )
@@ -131,8 +134,8 @@ def make_timeline(
 ) -> dict[str, Any]:
     """Return requests as tracks for the drawing. `weights` describes the weights of each sampler.
 
-    The script keeps requests by position. It polls with `after=cursor`, which returns new requests,
-    and requests that were still open.
+    The script in the page stores requests by position, and polls with `after=cursor`. The cursor is
+    before the oldest open request, so that the next response has this request again.
     """
     spans = [span for group in groups for span in group.spans]
     positions = [span.position for span in spans]

@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from skyrl_tx import __version__
 from skyrl_tx.apps.console import checkpoints, health, keys, overview, playground, runs, sessions, teams
-from skyrl_tx.apps.console.login import FORM_TOKEN, NO_STORE, ConsoleSessions, FailedLogins, Visitor, check_form
+from skyrl_tx.apps.console.login import FORM_TOKEN, PAGE_HEADERS, ConsoleSessions, FailedLogins, Visitor, check_form
 from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
 from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
@@ -149,7 +149,7 @@ class Console:
             address = "" if request.client is None else request.client.host
             then = form.get("next", [""])[-1]
             try:
-                principal = self._sessions.log_in(form.get("key", [""])[-1].strip(), address)
+                principal = self._sessions.authenticate_key(form.get("key", [""])[-1].strip(), address)
             except ApiError as error:
                 self._failed_logins.record(error.detail, address)
                 return self._render(request, None, _make_login_page(then, error))
@@ -213,7 +213,7 @@ class Console:
         answer = handler(visit)
         if isinstance(answer, Page):
             return self._render(request, visit, answer)
-        for name, value in NO_STORE.items():
+        for name, value in PAGE_HEADERS.items():
             answer.headers.setdefault(name, value)
         return answer
 
@@ -226,7 +226,7 @@ class Console:
         if not key or not request.url.path.startswith(_DATA):
             return self._sessions.find_visitor(request)
         address = "" if request.client is None else request.client.host
-        return Visitor(self._sessions.log_in(key, address), "")
+        return Visitor(self._sessions.authenticate_key(key, address), "")
 
     def _make_error_page(self, request: Request, error: Exception) -> Response:
         """Return the page for an error, or JSON for a request of chart data.
@@ -254,7 +254,7 @@ class Console:
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
 
         if request.url.path.startswith(_DATA):
-            return JSONResponse(dict(page.values), page.status, headers={**NO_STORE, **page.headers})
+            return JSONResponse(dict(page.values), page.status, headers={**PAGE_HEADERS, **page.headers})
         return self._render(request, None, page)
 
     def _render(self, request: Request, visit: Visit | None, page: Page) -> Response:
@@ -270,7 +270,9 @@ class Console:
             "status": page.status,
         }
         html = self._templates.get_template(page.template).render(values | dict(page.values))
-        return Response(html, page.status, headers={**NO_STORE, **page.headers}, media_type="text/html; charset=utf-8")
+        return Response(
+            html, page.status, headers={**PAGE_HEADERS, **page.headers}, media_type="text/html; charset=utf-8"
+        )
 
 
 async def _read_form(request: Request) -> Form:

@@ -198,7 +198,7 @@ def show_usage(visit: Visit) -> Page:
                 for line in lines[:_MAX_SHOWN]
                 if by in _ADDRESSES and " " not in line.subject
             },
-            "csv": visit.make_address(by=by, days=days).replace("/usage", "/usage.csv", 1),
+            "csv": visit.make_url(by=by, days=days).replace("/usage", "/usage.csv", 1),
         },
     )
 
@@ -216,7 +216,7 @@ def _read_choice(visit: Visit) -> tuple[UsageSubject, int]:
     by = visit.get_query("by", "owner" if visit.caller.is_admin else "run")
     if by not in SUBJECTS:
         raise bad_request(f"by: {by[:30]!r} must be one of {', '.join(SUBJECTS)}")
-    return by, visit.get_whole("days", 30, minimum=1, maximum=400)
+    return by, visit.get_int("days", 30, minimum=1, maximum=400)
 
 
 def _read_lines(visit: Visit, by: UsageSubject, days: int) -> list[UsageLine]:

@@ -12,7 +12,7 @@ from sqlmodel import Session
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from skyrl_tx.apps.console.login import NO_STORE, ConsoleSessions, Visitor
+from skyrl_tx.apps.console.login import PAGE_HEADERS, ConsoleSessions, Visitor
 from skyrl_tx.apps.console.queries import ListQuery
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError, bad_request
@@ -34,7 +34,7 @@ class Page:
 
 def see_other(path: str) -> Response:
     """Return a redirect to another page, for example after a form."""
-    return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=NO_STORE)
+    return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=PAGE_HEADERS)
 
 
 def make_csv_response(filename: str, rows: Iterable[Iterable[object]], line_end: str = "\r\n") -> Response:
@@ -58,7 +58,7 @@ class Pager:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """An authenticated request for a page, or a form that was sent."""
+    """A request of an authenticated visitor for a page, or with a form. The argument of handlers."""
 
     context: ApiContext
     sessions: ConsoleSessions
@@ -80,7 +80,7 @@ class Visit:
     @property
     def offset(self) -> int:
         """The number of rows before the current page of a list."""
-        return self.get_whole("offset", 0)
+        return self.get_int("offset", 0)
 
     def require_admin(self, reason: str) -> None:
         """Raise ApiError 403 with the reason unless the visitor is an admin."""
@@ -99,12 +99,12 @@ class Visit:
         """Return a query parameter, truncated to 500 characters."""
         return self.request.query_params.get(name, default)[:500]
 
-    def get_whole(self, name: str, default: int, *, minimum: int = 0, maximum: int = _MAX_OFFSET) -> int:
+    def get_int(self, name: str, default: int, *, minimum: int = 0, maximum: int = _MAX_OFFSET) -> int:
         """Return a query parameter as a whole number.
 
         Raises ApiError 400 if it is not in the range.
         """
-        return _parse_whole(name, self.get_query(name), default, minimum, maximum)
+        return _parse_int(name, self.get_query(name), default, minimum, maximum)
 
     def get_field(self, name: str, default: str = "") -> str:
         """Return a field of the form, without white space around it."""
@@ -114,7 +114,7 @@ class Visit:
         """Return all values of a field that occurs multiple times in the form."""
         return self.form.get(name, [])
 
-    def make_address(self, **changes: object) -> str:
+    def make_url(self, **changes: object) -> str:
         """Return the URL of this page with changed query parameters.
 
         A value of None removes a parameter.
@@ -143,12 +143,12 @@ class Visit:
             first=offset + 1 if shown else 0,
             last=offset + shown,
             total=total,
-            before=self.make_address(offset=max(offset - limit, 0) or None) if offset else None,
-            after=self.make_address(offset=offset + limit) if offset + shown < total else None,
+            before=self.make_url(offset=max(offset - limit, 0) or None) if offset else None,
+            after=self.make_url(offset=offset + limit) if offset + shown < total else None,
         )
 
 
-def _parse_whole(name: str, text: str, default: int, minimum: int, maximum: int) -> int:
+def _parse_int(name: str, text: str, default: int, minimum: int, maximum: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 18) or not minimum <= int(text) <= maximum:

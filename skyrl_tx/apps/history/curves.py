@@ -1,4 +1,4 @@
-"""Combine the points of a run into optimizer steps, compute its curves from them, and cache them.
+"""Combine the points of a run into optimizer steps with the values of all curves, and cache the steps.
 
 The points of one step are combined in the same way as the SDK combines the chunks of one call
 (`tinker.lib.chunked_fwdbwd_helpers`).
@@ -148,9 +148,9 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
         # "mean", and "slack", which is the maximum minus the mean
         case _:
             total = math.fsum(weights)
-            even = total <= 0
+            is_unweighted = total <= 0
             mean = sum(
-                value * (1.0 if even else weight) / (len(values) if even else total)
+                value * (1.0 if is_unweighted else weight) / (len(values) if is_unweighted else total)
                 for value, weight in zip(values, weights, strict=True)
             )
             result = mean if reduction == "mean" else max(values) - mean
@@ -228,8 +228,9 @@ def _fold_step(step: int, points: Sequence[Point], before: OptimizerStep | None)
 def _find_longest_wait(points: Iterable[Point], kinds: Collection[PointKind], free_at: float) -> float:
     """Return how long a request of these kinds waited at most while no earlier request of the run ran.
 
-    A client may send the optimizer step, and the next pass, before the pass has finished. Their
-    wait for the pass is no wait for the device. `free_at` is when the step before was done.
+    A client may send the optimizer step and the next pass before the current pass has finished. The
+    time that they wait for the current pass does not count, because meanwhile the run uses the
+    device. `free_at` is when the last request of the previous step completed.
     """
     longest_s = 0.0
     for point in sorted(points, key=lambda point: (point.started_at, point.position)):
@@ -246,8 +247,8 @@ def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
     metrics = fold_metrics([(point.values, float(point.datums)) for point in passes])
     curves: dict[str, Value] = {}
     if "loss:sum" in metrics:
-        # Older rows have no weights, but policy-gradient losses have the number of positions with
-        # an advantage
+        # Rows of releases before 0.3 have no sum of weights. For policy-gradient losses, the number
+        # of positions with an advantage is used instead
         total = metrics["loss:sum"]
         known = [metrics[name] for name in (LOSS_WEIGHT, "ratio_count:sum") if name in metrics]
         weight = known[0] if known else float(sum(point.tokens for point in passes))
@@ -271,8 +272,8 @@ def thin_steps(steps: Sequence[OptimizerStep], names: Sequence[str], buckets: in
     """Reduce the steps for a chart, without losing spikes.
 
     The steps are divided into buckets. Of each bucket, the result has the first step, and for each
-    curve the steps with its minimum and maximum. Up to four steps per bucket are returned
-    unchanged.
+    curve the steps with the minimum and maximum of the curve. If there are at most four steps per
+    bucket, all steps are returned.
     """
     if len(steps) <= buckets * 4:
         return list(steps)

@@ -14,6 +14,7 @@ from skyrl_tx.contract.ids import ModelId
 
 _OTHERS = "other owners"
 _FEW, _MANY = 5, 50
+"""How many of the newest steps a check looks at, for short and for long periods."""
 _GRADIENT_FACTOR = 10.0
 _MAX_KL = 0.05
 _MAX_CLIPPED = 0.4
@@ -22,6 +23,7 @@ _IDLE_S = 1800.0
 _MAX_CUT = 0.5
 _MIN_SURPRISE = 0.1
 _MIN_SHARE = 0.2
+"""Another user of the device is named only with at least this share of the device time of all other users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +106,19 @@ def _check_finite(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 def _check_advantages(steps: Sequence[OptimizerStep]) -> Hint | None:
     known = _list_known_values(steps, "advantages")
-    run: list[int] = []
+    zero_steps: list[int] = []
     for step, number in reversed(known):
         if number:
             break
-        run.append(step)
-    if len(run) < _FEW:
+        zero_steps.append(step)
+    if len(zero_steps) < _FEW:
         return None
+    span = _format_span(zero_steps[-1], zero_steps[0])
     return Hint(
         "warning",
-        f"All advantages were 0 in {_format_span(run[-1], run[0])}: all samples of a group got the same reward, so the "
-        "model learns nothing.",
+        f"All advantages were 0 in {span}: all samples of a group got the same reward, so the model learns nothing.",
         "Choose problems that the model solves sometimes, or use larger groups.",
-        run[-1],
+        zero_steps[-1],
     )
 
 
@@ -198,13 +200,18 @@ def _check_certainty(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 @dataclass(frozen=True, slots=True)
 class _Slowness:
+    """How much longer the newest steps take than the steps before them."""
+
     usual_s: float
     recent_s: float
     waits: bool
+    """Whether waiting for the device is more than half of the difference."""
     first: OptimizerStep
+    """The first of the newest steps."""
 
 
 def _measure_slowness(steps: Sequence[OptimizerStep]) -> _Slowness | None:
+    """Compare the newest steps with the steps before. Returns None if they are not much slower."""
     done = [step for step in steps[-2 * _MANY :] if step.is_applied and step.passes][-_MANY:]
     if len(done) < 4 * _FEW:
         return None

@@ -68,7 +68,7 @@ class HistoryObserver(ResultObserver):
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows:
-        """Write a point, and the results of the pass for kept samples."""
+        """Write a point, and the advantage and KL of kept samples that the pass trained on."""
         request, step = queued.model_pass, model.num_steps
         assert request is not None
         values = {**output.metrics, LOSS_WEIGHT: sum_loss_weights(request)}
@@ -202,7 +202,7 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
 
 
 def sum_loss_weights(request: ModelPass) -> float:
-    """Return the sum of the weights of all tokens. Curves divide the loss by it.
+    """Return the sum of the weights of all tokens. Curves divide the loss by this sum.
 
     Without weights, each token counts 1. Tokens with advantage 0 do not count. Weights can be
     negative if the client computes the loss (`forward_backward_custom`), so their absolute values

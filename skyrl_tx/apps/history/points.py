@@ -1,8 +1,8 @@
 """Read and write points, the database rows for curves, and sums over the samples of each step.
 
 There is one point for each completed pass and each optimizer step. The engine writes the point in
-the same transaction as the result, so each request has exactly one point, even after a crash. SQL
-statements that run for every request are prepared once, as in `futures`.
+the same transaction as the result, so each request has exactly one point, even after a crash. The
+SQL statements that run for every request are prepared statements, because they are faster.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_bu
 MAX_POINTS = 200_000
 """Limit on the points of one run.
 
-Beyond it, every second step in the older half of the run is deleted.
+If a run has more points, every second step in the older half of the run is deleted.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One completed request. See `RunPointRow` for the fields.
+    """One completed request. The fields are explained in `RunPointRow`.
 
-    Readers use `position` as a cursor.
+    A reader passes the `position` of its last point to `read_points` to get the points after it.
     """
 
     position: int
@@ -46,7 +46,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """Sums over the samples from the weights of one step. See `SampledStepRow` for the fields."""
+    """Sums over the samples from the weights of one step.
+
+    The fields are explained in `SampledStepRow`.
+    """
 
     step: int
     samples: int

@@ -67,11 +67,11 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     newest = points.read_newest(tx, model_id, MAX_POINTS)
     steps = fold_points(newest) if len(newest) < MAX_POINTS else fold_newest_points(newest)
     logged = _read_newest_logged(tx, model_id)
-    saved = checkpoints.list_by_run(tx, model_id, time.time())
+    rows = checkpoints.list_by_run(tx, model_id, time.time())
     return RunReport(
         summary=_make_summary(tx, row, steps),
         curves=make_curves(steps, logged),
-        checkpoints=list(map(_make_checkpoint_record, saved)),
+        checkpoints=list(map(_make_checkpoint_record, rows)),
         hints=_find_hints(tx, model_id, steps, logged),
     )
 
@@ -97,7 +97,8 @@ def find_name(tx: Session, model_id: ModelId, display_name: str | None) -> str |
 def get_last_loss(steps: Sequence[OptimizerStep]) -> float | None:
     """Return the loss of the last step that has one, with six digits, as the console shows it.
 
-    None if the run was recorded without weights, because then there is only a loss per token.
+    Returns None if the loss is NaN or infinite. Also returns None for runs of releases before 0.3,
+    because without `LOSS_WEIGHT` only a loss per token is known.
     """
     losses = [step.values["loss"] for step in steps if "loss" in step.values]
     return None if not losses or losses[-1] is None else float(f"{losses[-1]:.6g}")
@@ -122,7 +123,7 @@ def make_curves(steps: Sequence[OptimizerStep], logged: Iterable[LoggedPoint]) -
 def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     """Draw values with at most `width` block characters.
 
-    Each shows the mean of its values, or a dot if none is finite.
+    Each character shows the mean of some consecutive values. It is a dot if none of them is finite.
 
     For example, the values 0, 1, 2 and 3 give "▁▃▆█".
     """
@@ -145,7 +146,7 @@ def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
 def _choose_block(value: float, low: float, high: float) -> str:
     # Halves, because high - low can overflow
     half_range = high / 2 - low / 2
-    # Both are equal, or so close that half their distance is 0
+    # The minimum and the maximum are equal, or so close that half their distance is 0
     if half_range == 0:
         return _BLOCKS[len(_BLOCKS) // 2 - 1]
     share = (value / 2 - low / 2) / half_range

@@ -94,7 +94,7 @@ class KeptSampleRow(AppTable, table=True):
     request_id: RequestId = Field(index=True, sa_type=String)
     """The request that sampled the sequence. All samples of a request are one group."""
     sample_index: int
-    """Index in the group."""
+    """Index of the sample in its group."""
     model_id: str
     """The model whose weights were sampled, or empty for base weights."""
     step: int | None = Field(default=None, sa_type=BigInteger)
@@ -109,11 +109,13 @@ class KeptSampleRow(AppTable, table=True):
     """
     stop_reason: str
     trained_model_id: str | None = None
+    """The model of the last pass that trained on the sequence, if any."""
     trained_step: int | None = Field(default=None, sa_type=BigInteger)
+    """Number of optimizer steps of this model before that pass."""
     advantage: float | None = None
     """Mean advantage of the sampled tokens, in the last pass that trained on the sequence."""
     kl: float | None = None
-    """Mean of sampling minus training log-probability of the sampled tokens, in that pass."""
+    """Mean of the log-probability from sampling minus the log-probability from that pass."""
     trainer_gap: float | None = None
     """Mean absolute difference to the trainer's log-probabilities at the same weights, if known."""
     prompt: bytes
@@ -139,7 +141,10 @@ class SampledStepRow(AppTable, table=True):
     tokens: int = Field(default=0, sa_type=BigInteger)
     """Number of sampled tokens."""
     scored_tokens: int = Field(default=0, sa_type=BigInteger)
-    """Number of tokens sampled at a temperature of at least 0.5, which count for `surprise`."""
+    """Number of tokens that were sampled at a temperature of at least 0.5.
+
+    Only these count for the curve `surprise`, the mean -log p of sampled tokens.
+    """
     logprob_sum: float = 0.0
     """Sum of the log-probabilities of the scored tokens."""
 

@@ -58,21 +58,22 @@ _MAX_LISTED = 5
 _MAX_USES = 2000
 
 
-_Key = tuple[Subject, Limit]
+_QuotaKey = tuple[Subject, Limit]
+"""Identifies the quota of one subject for one limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
     """The tokens that a running request may use, and the quotas that they count for."""
 
-    keys: Sequence[_Key]
+    keys: Sequence[_QuotaKey]
     tokens: int
 
 
 class QuotaAdmission(Admission):
     """Decides by the quotas in the database whether requests may start.
 
-    Counts nothing without quotas.
+    Without quotas on daily tokens, no tokens are counted.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class QuotaAdmission(Admission):
         self._clock = clock
         self._rules = Rules()
         self._accounts: dict[SessionId, Account] = {}
-        self._used: Counter[_Key] = Counter()
+        self._used: Counter[_QuotaKey] = Counter()
         self._charges: dict[RequestId, _Charge] = {}
-        self._charged: Counter[_Key] = Counter()  # the sums of the charges
+        self._charged: Counter[_QuotaKey] = Counter()  # the sums of the charges
         self._day = 0
         self._reload_at = 0.0
 
@@ -99,7 +100,8 @@ class QuotaAdmission(Admission):
     def refresh(self) -> None:
         """Read the quotas.
 
-        Read their usage if the quotas have changed, on a new day, and periodically.
+        Also read how many tokens were used today if the quotas have changed, on a new day, and
+        periodically.
         """
         rules, now = self._store.read(quotas.read_rules), self._clock()
         has_changed, self._rules, self.weights = rules != self._rules, rules, rules.weights
@@ -138,20 +140,22 @@ class QuotaAdmission(Admission):
         """Charge a request with the most tokens that it can use."""
         if (limit := _get_day_limit(queued)) is not None:
             self._remove_charge(queued)  # a sample request that was put back starts again
-            self._charges[queued.request_id] = charge = _Charge(self._list_keys(queued, limit), num_tokens)
+            self._charges[queued.request_id] = charge = _Charge(self._list_quota_keys(queued, limit), num_tokens)
             self._charged.update(dict.fromkeys(charge.keys, num_tokens))
 
     def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
         """Count the tokens of a sample request that ends or is cancelled."""
         self._remove_charge(queued)
         tokens = drawn.prompt + drawn.sampled
-        self._used.update(dict.fromkeys(self._list_keys(queued, "sample_tokens_per_day"), tokens))
+        self._used.update(dict.fromkeys(self._list_quota_keys(queued, "sample_tokens_per_day"), tokens))
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
         """Count the tokens of a completed pass."""
         self._remove_charge(queued)
         if isinstance(queued.request, ModelPass) and not isinstance(result, Failure):
-            self._used.update(dict.fromkeys(self._list_keys(queued, "training_tokens_per_day"), queued.num_tokens))
+            self._used.update(
+                dict.fromkeys(self._list_quota_keys(queued, "training_tokens_per_day"), queued.num_tokens)
+            )
 
     def list_pauses(self) -> Sequence[Pause]:
         """Return pauses for the owners, keys and projects that have used up their daily tokens."""
@@ -183,7 +187,7 @@ class QuotaAdmission(Admission):
         if used_up:
             return Wait(self._describe_wait(used_up[0]))
 
-        # The running samples may use up a quota, but they may also stop early.
+        # The running samples may use up a quota, but they may also stop early. So the request waits.
         for quota in account_quotas:
             if self._count_used(quota, with_charges=True) >= quota.value:
                 return Wait(f"the running requests of {quota.subject.label} may use up today's {_NAMES[limit]} tokens")
@@ -212,7 +216,7 @@ class QuotaAdmission(Admission):
     def _find_account(self, session_id: SessionId, owner: str) -> Account:
         """Return the account of a session.
 
-        Its key and project are read once until the next `_reload`.
+        The key and the project of the session are read once, and again after each `_reload`.
         """
         if all(kind == "owner" for kind, _ in self._rules.values):
             return Account(owner)
@@ -222,7 +226,7 @@ class QuotaAdmission(Admission):
             account = self._accounts[session_id] = known or Account(owner)
         return account
 
-    def _list_keys(self, queued: QueuedRequest, limit: Limit) -> Sequence[_Key]:
+    def _list_quota_keys(self, queued: QueuedRequest, limit: Limit) -> Sequence[_QuotaKey]:
         account = self._find_account(queued.session_id, queued.owner)
         return [(subject, limit) for subject in account.list_subjects()]
 
@@ -243,7 +247,7 @@ class QuotaAdmission(Admission):
 def _get_day_limit(queued: QueuedRequest) -> Limit | None:
     """Return the daily limit that a request counts for, or None.
 
-    Works before the body of a pass is read.
+    The body of a pass need not be read for this.
     """
     if queued.model_id is None:
         return "sample_tokens_per_day" if isinstance(queued.request, Sample) else None
@@ -280,8 +284,10 @@ def find_model_refusal(tx: Session, rules: Rules, session_id: SessionId) -> str 
         models = list_models_in_training(tx, quota.subject)
         if len(models) < quota.value:
             continue
-        own = [model_id for model_id, owner in models if account is not None and owner == account.owner]
-        advice = f"unload one of {_join_model_ids(own)}, or end its session" if own else "ask an admin for a higher one"
+        own_ids = [model_id for model_id, owner in models if account is not None and owner == account.owner]
+        advice = "ask an admin for a higher one"
+        if own_ids:
+            advice = f"unload one of {_join_model_ids(own_ids)}, or end its session"
         return (
             f"models_in_training: {quota.subject.label} has {len(models)} models in training, and the quota is "
             f"{quota.value}: {advice}"
@@ -294,8 +300,9 @@ def make_room_for_checkpoint(
 ) -> str | None:
     """Return why a session may not store another checkpoint, or None if it may.
 
-    Deleted checkpoints count for the quota. They are removed early if it would be exceeded.
-    `is_stored` means that the checkpoint is stored already, so that its size is included.
+    Deleted checkpoints count for the quota until they are removed. If the quota would be exceeded,
+    the oldest of them are removed early. `is_stored` means that the new checkpoint is in the
+    database already, so its size is part of the sum.
     """
     account, min_room = find_account(tx, session_id), 0 if is_stored else 1
     for quota in () if account is None else rules.list_account_quotas("checkpoint_bytes", account):
@@ -312,7 +319,7 @@ def make_room_for_checkpoint(
 
 
 def check_checkpoint(tx: Session, session_id: SessionId, now: float) -> None:
-    """Raise UserError if a checkpoint of a session that was just stored exceeds a quota."""
+    """Raise UserError if the checkpoint that was just added to a session exceeds a quota."""
     reason = make_room_for_checkpoint(tx, quotas.read_rules(tx), session_id, now, is_stored=True)
     if reason is not None:
         raise UserError(reason)

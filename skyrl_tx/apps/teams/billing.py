@@ -1,6 +1,6 @@
 """The usage of a time window as hourly events, in the format of the SDK.
 
-See `types/billing_usage_response.py` of the SDK.
+The SDK defines the format in `types/billing_usage_response.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ def read_usage(
 
 
 def _make_work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> Iterator[schemas.UsageEvent]:
-    # Add up the amounts by group and kind. Forward passes have the price of training.
+    # Add up the amounts by group and kind. Forward passes count as training.
     merged: dict[tuple[object, ...], int] = {}
     for total in totals:
         kind = "training" if total.kind == "forward" else total.kind

@@ -46,7 +46,7 @@ _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class Subject(NamedTuple):
-    """An owner, the number of an API key, or a project that a quota applies to."""
+    """The subject of a quota: an owner, an API key (named by its number), or a project."""
 
     kind: SubjectKind
     name: str
@@ -80,7 +80,7 @@ class Subject(NamedTuple):
 class Account(NamedTuple):
     """The owner, the key and the project of a session.
 
-    Its work counts for the quotas of all three.
+    The work of the session counts for the quotas of all three.
     """
 
     owner: str
@@ -88,7 +88,7 @@ class Account(NamedTuple):
     project_id: str | None = None
 
     def list_subjects(self) -> Iterator[Subject]:
-        """Yield the subjects whose quotas apply."""
+        """Yield the subjects whose quotas apply to the work of the session."""
         yield Subject("owner", self.owner)
         if self.key_id is not None:
             yield Subject("key", str(self.key_id))

@@ -18,7 +18,7 @@ UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled
 
 
 class UsageRow(AppTable, table=True):
-    """Completed work of one kind for one session and one model in five minutes."""
+    """Completed work of one kind for one session and one model, in an interval of five minutes."""
 
     __tablename__ = "usage"
     __table_args__ = (
@@ -27,7 +27,7 @@ class UsageRow(AppTable, table=True):
     )
 
     bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    """Start of the five minutes. In old rows, start of the hour."""
+    """Start of the interval. The intervals of old rows are hours."""
     session_id: SessionId = Field(primary_key=True, sa_type=String)
     model_id: str = Field(primary_key=True)
     """The model that was trained or sampled from; empty for base weights."""

@@ -47,7 +47,7 @@ class UsageLine:
     Always 0 in reports by key or run.
     """
     cost_usd: float | None = None
-    """Sum of the costs of all work with a price; None if none has a price."""
+    """Sum of the costs of all work that has a price; None if no work has a price."""
 
     @property
     def tokens(self) -> int:

@@ -70,13 +70,21 @@ LOG_LIMITS = BodyLimits(max_bytes=2**24, max_parts=2**19)
 
 @dataclass(frozen=True, slots=True)
 class JsonRequest:
-    """The JSON object of a request for the engine, whose future reports the problem, if any."""
+    """The JSON object of a request for the engine.
+
+    `problem` describes text in the object that a database cannot store, or is None. The future of
+    the request reports the problem.
+    """
 
     value: Mapping[str, object]
     problem: str | None
 
     def parse_ids(self, kind: type[ModelT]) -> ModelT:
-        """Parse the ids of the request. Raises ApiError 400: without ids there is no future."""
+        """Parse the ids of the request.
+
+        Raises ApiError 400 for invalid ids, because a request without ids gets no future that could
+        report the problem.
+        """
         ids = {name: self.value[name] for name in kind.model_fields if name in self.value}
         problem = describe_refused_text(ids) if self.problem is not None else None
         if problem is not None:
@@ -105,10 +113,11 @@ class Body:
     def max_size(self) -> int:
         """Maximum size after decompression in bytes.
 
-        It limits the memory that a small body can take. The limit depends on the compressed size.
-        The floor of 8 MiB for protobuf exists because a training pass of the SDK has up to 5 MB,
-        and test data compresses to almost nothing. The SDK does not compress JSON, and parsing JSON
-        takes more memory, so JSON has a floor of 128 KiB.
+        A compressed body may expand to 100 times its size (protobuf) or 20 times its size (JSON),
+        so that a small body cannot take much memory. Every body may expand to 8 MiB (protobuf) or
+        128 KiB (JSON). The 8 MiB are needed because a training pass of the SDK has up to 5 MB, and
+        test data compresses to almost nothing. JSON gets less, because the SDK does not compress
+        JSON, and parsing JSON takes more memory.
         """
         if self.encoding in ("", "identity"):
             return len(self.raw)
@@ -119,8 +128,8 @@ class Body:
     def max_parts(self) -> int:
         """Maximum number of parts of this body.
 
-        Every body may have twice as many parts as the largest pass of the SDK, and long bodies
-        more.
+        Every body may have 49,152 parts, twice as many as the largest pass of the SDK, and two more
+        for each byte, up to `limits.max_parts`.
         """
         return min(3 * 2**14 + 2 * len(self.raw), self.limits.max_parts)
 
@@ -154,7 +163,8 @@ class Body:
     def parse_object(self) -> dict[str, object]:
         """Parse a JSON object.
 
-        Raises ApiError 400 as well if it has text that a database cannot store.
+        Raises ApiError 400 if the body is not a JSON object, or if the object contains text that a
+        database cannot store.
         """
         request = self.parse_request()
         if request.problem is not None:
@@ -252,7 +262,7 @@ def _parse_json(data: bytes) -> object:
 
 
 def _read_frame_size(data: bytes) -> int | None:
-    """Return the decompressed size in the header of a zstd frame. None if there is none."""
+    """Return the decompressed size that the header of a zstd frame states, or None."""
     try:
         stated = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError:
@@ -263,7 +273,7 @@ def _read_frame_size(data: bytes) -> int | None:
 def _decompress(data: bytes, max_bytes: int) -> bytes:
     """Decompress one zstd frame. Raises ApiError 400 or 413.
 
-    Checks the size that the frame states before it allocates memory.
+    If the frame states its size, the size is checked before memory is allocated.
     """
     stated = _read_frame_size(data)
     try:

@@ -158,9 +158,11 @@ class Connections:
         self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
+        """The connections whose client must send bytes now, or it is disconnected."""
         self._sending: set[Connection] = set()
         """The connections whose client has not read enough yet for the server to send more."""
         self._closing: set[Connection] = set()
+        """The connections that the event loop is about to close, because they reached a limit."""
         self._warn = ThrottledWarning(_log)
 
     @property
@@ -219,7 +221,7 @@ class Connections:
     def mark_idle(self, connection: Connection) -> None:
         """Mark a connection as idle.
 
-        It becomes the last one to be closed when a limit is reached.
+        When limits are reached, all connections that have been idle longer are closed before it.
         """
         self._idle[connection] = self._by_network[connection.network].idle[connection] = None
 
@@ -321,6 +323,7 @@ class Listener(socket.socket):
         super().__init__(listening.family, listening.type, listening.proto, fileno=os.dup(listening.fileno()))
         self._connections = connections
         self._spare = os.open(os.devnull, os.O_RDONLY)
+        """A descriptor that `_refuse_without_descriptor` uses when no other descriptor is left."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection within the limits.
@@ -380,6 +383,7 @@ class HttpProtocol(UvicornConnection):
         self._num_head_bytes = 0
         """Bytes received since the last complete head, piece of a body, or message."""
         self._has_progressed = False
+        """Whether the last `feed_data` completed a head, a piece of a body, or a message."""
         self._is_in_body = False
 
     def connection_made(self, transport: Any) -> None:

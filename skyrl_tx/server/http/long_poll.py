@@ -142,9 +142,11 @@ class ResultWatcher:
         """Yield a notification for the result of a request, or any result of a sampling session.
 
         The notification does not cover results that exist already, so the caller must look for them
-        inside the context. Raises UserError for a name that the database refuses: it must not fail the
-        watcher's queries for all polls. If the caller's key is revoked or expires, the notification resolves to
+        inside the context. If the caller's key is revoked or expires, the notification resolves to
         False within about a second, as after a timeout.
+
+        Raises UserError for an id that the database refuses, because with this id the watcher's
+        queries would fail for all polls.
         """
         check_text(name, "id")
         notification: Notification = asyncio.get_running_loop().create_future()
@@ -192,7 +194,8 @@ class ResultWatcher:
     def mark_fetched(self, request_id: RequestId) -> None:
         """Record that a client has received a result.
 
-        Written in batches: only pruning uses this, and it can wait a few seconds.
+        The database gets such records in batches every 5 s. Only pruning reads them, and pruning can
+        wait.
         """
         with self._lock:
             self._fetched.add(request_id)
@@ -286,7 +289,7 @@ class ResultWatcher:
             written.add_done_callback(restore_after_error)
 
     def _write_heartbeats(self) -> None:
-        """Record heartbeats for sessions with an open poll: some clients do not send any."""
+        """Record heartbeats for sessions with an open poll, because some clients send none."""
         now = time.monotonic()
         if now - self._heartbeat_at < _HEARTBEAT_EVERY_S:
             return
@@ -305,7 +308,7 @@ class ResponsePriority:
     """Lets the results of an owner go out before its new requests come in. Used on one event loop.
 
     Hundreds of requests may complete at the same time. Every client that has its result sends a new
-    request at once, and serving that takes longer than writing a result. Without this
+    request at once, and serving a request takes longer than writing a result. Without this
     priority, the last clients would get their results only after the new requests of the first
     clients. Requests of other owners do not wait.
     """

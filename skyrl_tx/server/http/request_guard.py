@@ -1,8 +1,9 @@
 """Checks host, origin and proxy headers of every request, and counts all responses.
 
-As long as no API key is required, everyone who can send a request is an admin. That must not
-include web pages that the user happens to visit, which can reach loopback by DNS rebinding or
-cross-site requests, or the clients of a reverse proxy. `RequestGuard` is the outermost middleware.
+As long as no API key is required, everyone who can send a request is an admin. Web pages that the
+user happens to visit can send requests to loopback, by DNS rebinding or cross-site requests. They
+must not be admins, and the clients of a reverse proxy must not be admins either. `RequestGuard` is
+the outermost middleware.
 """
 
 import ipaddress
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
-_OWN_SITE = frozenset({b"same-origin", b"none"})
+_OWN_PAGE_SITES = frozenset({b"same-origin", b"none"})
 """Values of Sec-Fetch-Site for requests of the console. `none`: the user typed the address.
 
 Source: W3C, Fetch Metadata Request Headers.
@@ -98,7 +99,7 @@ class KnownHosts:
 class RequestGuard:
     """ASGI middleware that protects servers without API keys.
 
-    It refuses requests with status 403 that would have an admin's rights only because no key is
+    It refuses (403) suspicious requests that would have an admin's rights only because no key is
     required.
     """
 
@@ -176,7 +177,7 @@ class RequestGuard:
                 return _describe_unknown_host(value)
 
         # A cross-site request.
-        if site not in _OWN_SITE and not _is_page_navigation(scope):
+        if site not in _OWN_PAGE_SITES and not _is_page_navigation(scope):
             return f"Sec-Fetch-Site {_quote_header(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
         if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
             return f"Origin {_quote_header(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"

@@ -54,8 +54,8 @@ def make_result_response(result: results.Result, accept: str) -> Response:
 def make_list_response(page: BaseModel, *, exclude_none: bool = False) -> Response:
     """Encode a page with long lists. Must be called in a thread.
 
-    FastAPI would encode it on the event loop, and pydantic in one call. This encodes one item at a
-    time, so that other threads can run.
+    FastAPI would encode the page on the event loop, and pydantic would encode it in one call. This
+    function encodes one item at a time, so that other threads can run in between.
     """
     encoded: dict[str, object] = {}
     for name, value in page:
@@ -69,26 +69,26 @@ def make_list_response(page: BaseModel, *, exclude_none: bool = False) -> Respon
 def estimate_response_bytes(num_stored: int, accept: str) -> int:
     """Return an upper bound on the size of the response for a stored result, without reading it.
 
-    Protobuf has the bytes of the stored arrays.
+    A protobuf response contains the bytes of the stored arrays, so it has about the same size.
     """
     return num_stored * (2 if PROTOBUF in accept else _JSON_BYTES_PER_BYTE)
 
 
 class LargeResponse(Response):
-    """A response that waits until the client has received most of it.
+    """A response that keeps its memory reserved until the client has received most of the body.
 
-    So the reservation of its memory ends only then. `Connections` disconnects a client that does
-    not read.
+    A client that does not read cannot keep the memory forever, because `Connections` disconnects
+    the client.
     """
 
-    def __init__(self, response: Response, held: AsyncExitStack) -> None:
-        """Send `response`, then close `held`."""
+    def __init__(self, response: Response, reservation: AsyncExitStack) -> None:
+        """Send `response`, then end `reservation`."""
         super().__init__(response.body, response.status_code, media_type=response.media_type)
-        self._held = held
+        self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body in slices. Each `send` waits until the client has read the earlier ones."""
-        async with self._held:
+        async with self._reservation:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             view = memoryview(self.body)
             for start in range(0, len(view), _BYTES_PER_SEND):
@@ -105,9 +105,9 @@ def encode_pass(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwa
     """
     message = wire_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=dict(output.metrics))
     for _, group in groupby(output.logprobs, key=lambda array: array.shape[1:]):
-        run = [*group]
-        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(run))
-        record.fields["logprobs"].CopyFrom(batch_to_proto(run))
+        arrays = [*group]
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(arrays))
+        record.fields["logprobs"].CopyFrom(batch_to_proto(arrays))
     return message
 
 
@@ -142,8 +142,8 @@ def encode_sample(output: results.SampleOutput) -> wire_pb2.SampleResponse:
 def result_to_json(result: results.Result) -> dict[str, object]:
     """Convert a result to a JSON object. The key `error` exists only in failures.
 
-    A kind without a case below becomes an object with its fields, and with the kind of the request
-    as `type`.
+    A result class without a case below becomes an object with the fields of the result. Its `type`
+    is the kind of the request, for example `load_weights` for a `LoadWeightsOutput`.
     """
     match result:
         case results.Failure():
@@ -267,7 +267,7 @@ def _logprobs_to_json(array: Float32Array) -> Raw:
 
 
 def _encode_in_slices(length: int, step: int, list_items: Callable[[int, int], Sequence[object]]) -> Raw:
-    """Encode a JSON array of `length` items. `list_items(start, end)` returns some of them."""
+    """Encode a JSON array of `length` items. `list_items(start, end)` returns [start, end)."""
     parts = [msgspec.json.encode(list_items(start, start + step))[1:-1] for start in range(0, length, step)]
     return Raw(b"[" + b",".join(parts) + b"]")
 

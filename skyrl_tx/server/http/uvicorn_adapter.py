@@ -21,9 +21,9 @@ class UvicornConnection(HttpToolsProtocol):
     open_parser = property(attrgetter("parser"))
     """The HTTP parser of the connection. None unless the client is connected."""
     is_closing = property(attrgetter("transport.is_closing"))
-    """The function `transport.is_closing`:
+    """The function `transport.is_closing`.
 
-    True if the connection is closed or about to be closed.
+    It returns whether the connection is closed or about to be closed.
     """
     current_headers = property(attrgetter("headers"))
     """The headers of the current request that have arrived."""

@@ -141,21 +141,22 @@ def find_editable_run(tx: Session, caller: Principal, model_id: ModelId) -> Mode
 
 @dataclass(frozen=True, slots=True)
 class ReadableRun:
-    """A run with the checkpoints that a caller may read.
+    """A run, and those checkpoints of the run that a caller may read.
 
-    If `is_visible` is false, the caller only sees the published checkpoints.
+    If `is_fully_visible` is false, these are only the published checkpoints. `find_readable_runs`
+    returns only the latest checkpoint of each kind.
     """
 
     row: ModelRow
     owner: str
-    saved: Sequence[CheckpointRow]
-    is_visible: bool
+    checkpoints: Sequence[CheckpointRow]
+    is_fully_visible: bool
 
 
 def find_readable_run(tx: Session, caller: Principal, model_id: ModelId, now: float) -> ReadableRun:
-    """Find a run with the checkpoints that the caller may read.
+    """Find a run, and those checkpoints of the run that the caller may read.
 
-    A caller who may not see the run gets only its published checkpoints.
+    A caller who may not see the run gets only the published checkpoints of the run.
     """
     row = models.get(tx, model_id)
     owner = models.get_owner(tx, model_id)

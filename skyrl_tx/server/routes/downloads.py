@@ -62,8 +62,8 @@ def get_external_weights_urls(
 
     with _translate_errors(row):
         artifacts = call.context.artifacts
-        is_here = not artifacts.is_remote
-        files = (artifacts.open_verified(row.artifact_id) if is_here else artifacts.describe(row.artifact_id)).files
+        is_local = not artifacts.is_remote
+        files = (artifacts.open_verified(row.artifact_id) if is_local else artifacts.describe(row.artifact_id)).files
 
     urls = {file: _make_url(call.context, call.caller, request, row, "file", file, expires) for file in files}
     return ExternalWeightsUrlsResponse(urls=urls, expires=to_utc_time(expires))
@@ -84,8 +84,9 @@ async def _admit_download(
 ) -> AsyncGenerator[None]:
     """Wait until the owner of the signed URL has a free thread.
 
-    The number of the API key in the URL stands for the owner, because the URL is checked later. An
-    invalid URL uses the thread only for this check.
+    The owner is not known yet, because the signature is checked in the thread. So the threads are
+    counted by the number of the API key in the URL. A request with an invalid URL holds its thread
+    only during this check.
     """
     async with context.shares.weight_files.reserve(f"key {key}"):
         yield
@@ -217,7 +218,10 @@ def _make_gone_error(row: CheckpointRow) -> ApiError:
 def make_archive_url(
     context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, expires: int | None = None
 ) -> str:
-    """Return a signed URL of a tar archive of a checkpoint's weights. The caller may read them."""
+    """Return a signed URL of a tar archive of a checkpoint's weights.
+
+    The function does not check whether `caller` may read the checkpoint.
+    """
     expires = expires or int(time.time() + context.settings.download_url_ttl_s)
     return _make_url(context, caller, request, row, "archive", f"{row.name}.tar", expires)
 

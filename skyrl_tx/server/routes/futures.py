@@ -89,14 +89,14 @@ async def retrieve_future(request: Request) -> Response:
 async def retrieve_futures(call: IncomingPoll) -> schemas.RetrieveFuturesResponse:
     """List the sample requests of one client that completed after a cursor, by long poll."""
     poll = call.body.parse_model(schemas.RetrieveFuturesRequest)
-    name = SamplingSessionId(poll.target.sampling_session_id)
+    session_id = SamplingSessionId(poll.target.sampling_session_id)
     hold_s = call.settings.retrieve_hold_s
     end = time.monotonic() + min(hold_s if poll.timeout is None else max(poll.timeout, 0.0), hold_s)
 
     while True:
-        with call.context.results.subscribe(name, call.caller.key_id) as notification:
+        with call.context.results.subscribe(session_id, call.caller.key_id) as notification:
             response = await call.context.run_call(
-                call.caller.owner, _find_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor
+                call.caller.owner, _find_completions, call, session_id, poll.target.cloned_sampler_id, poll.prev_cursor
             )
             remaining_s = end - time.monotonic()
             if response.completions or remaining_s <= 0 or call.context.results.is_closed:
@@ -106,11 +106,11 @@ async def retrieve_futures(call: IncomingPoll) -> schemas.RetrieveFuturesRespons
 
 
 def _find_completions(
-    call: ApiCall, name: SamplingSessionId, clone: int, cursor: int
+    call: ApiCall, session_id: SamplingSessionId, clone_id: int, cursor: int
 ) -> schemas.RetrieveFuturesResponse:
     def read(tx: Session) -> list[completions.SampleCompletion]:
-        access.find_sampling_session(tx, call.caller, name)
-        return completions.list_by_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
+        access.find_sampling_session(tx, call.caller, session_id)
+        return completions.list_by_client(tx, session_id, clone_id, cursor, _MAX_COMPLETIONS)
 
     completed = call.store.read(read)
     return schemas.RetrieveFuturesResponse(
@@ -154,14 +154,14 @@ async def _read_response(call: ApiCall, request_id: RequestId, accept: str, max_
     if max_bytes is not None and size > max_bytes:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
 
-    # A large result waits for memory, and no other request waits for it.
+    # A large result waits for memory. Meanwhile it holds no thread, so other requests can run.
     if isinstance(found, int):
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(shares.result_bytes.reserve(owner, size))
+        async with AsyncExitStack() as reservation:
+            await reservation.enter_async_context(shares.result_bytes.reserve(owner, size))
             async with shares.result_readers.reserve(owner):
                 found = await run_in_threadpool(_read_result, call, request_id, accept)
             if isinstance(found, Response):
-                found = LargeResponse(found, held.pop_all())
+                found = LargeResponse(found, reservation.pop_all())
     assert not isinstance(found, int)
     if found is not None:
         context.results.mark_fetched(request_id)
@@ -171,10 +171,10 @@ async def _read_response(call: ApiCall, request_id: RequestId, accept: str, max_
 def _read_result(
     call: ApiCall, request_id: RequestId, accept: str, max_result_bytes: int = 2**62
 ) -> Response | int | None:
-    """Read and encode a result. None if the request is still open.
+    """Read and encode a result. Returns None if the request is still open.
 
-    If the stored result is larger than `max_result_bytes`, it is not read, and its size is
-    returned.
+    A stored result that is larger than `max_result_bytes` is not read. Then the function returns
+    the size of the result in bytes.
     """
     state = call.store.read(lambda tx: futures.get_state(tx, request_id, call.caller.owner_filter, max_result_bytes))
     if state.status == "unknown" and not futures.is_request_id(request_id):

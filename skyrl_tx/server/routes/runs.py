@@ -1,7 +1,6 @@
 """Endpoints to list and change training runs and their checkpoints."""
 
 import time
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Literal
 
@@ -47,7 +46,7 @@ def list_runs(
     now = time.time()
 
     def work(tx: Session) -> schemas.TrainingRunsResponse:
-        # Checkpoints may expire, so "published" needs a time.
+        # With a time, the list also has the runs with checkpoints that are published at that time.
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
         runs = access.find_readable_runs(tx, call.caller, rows, now)
@@ -70,7 +69,9 @@ def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") ->
 def list_checkpoints_of_run(run_id: str, call: IncomingList) -> Response:
     """List those checkpoints of a run that the caller may read."""
     run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    page = schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, run.is_visible) for row in run.saved])
+    page = schemas.CheckpointsResponse(
+        checkpoints=[_describe_checkpoint(row, run.is_fully_visible) for row in run.checkpoints]
+    )
     return make_list_response(page)
 
 
@@ -157,25 +158,26 @@ def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name
 def _describe_run(run: ReadableRun) -> schemas.TrainingRun:
     """Describe a run.
 
-    For a caller who may only read published checkpoints, `is_visible` is False. The description then
-    has only what loading a checkpoint needs, and no personal data.
+    A caller who may only read published checkpoints gets only what loading a checkpoint needs, and
+    no personal data.
     """
-    row, saved, is_visible = run.row, run.saved, run.is_visible
+    row, is_visible = run.row, run.is_fully_visible
     return schemas.TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
         model_owner=run.owner if is_visible else run.owner.partition("@")[0],
         corrupted=row.status == "failed",
         lora_rank=access.decode_spec(row).lora.rank,
-        last_request_time=to_utc_time(row.last_request_at if is_visible else saved[-1].created_at),
-        last_checkpoint=_describe_last(saved, CheckpointKind.TRAINING, is_visible),
-        last_sampler_checkpoint=_describe_last(saved, CheckpointKind.SAMPLER, is_visible),
+        last_request_time=to_utc_time(row.last_request_at if is_visible else run.checkpoints[-1].created_at),
+        last_checkpoint=_describe_last(run, CheckpointKind.TRAINING),
+        last_sampler_checkpoint=_describe_last(run, CheckpointKind.SAMPLER),
         user_metadata=access.filter_metadata(row, is_visible),
     )
 
 
-def _describe_last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_visible: bool) -> schemas.Checkpoint | None:
-    return next((_describe_checkpoint(row, is_visible) for row in reversed(saved) if row.kind == kind), None)
+def _describe_last(run: ReadableRun, kind: CheckpointKind) -> schemas.Checkpoint | None:
+    newest_first = reversed(run.checkpoints)
+    return next((_describe_checkpoint(row, run.is_fully_visible) for row in newest_first if row.kind == kind), None)
 
 
 def _describe_checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas.Checkpoint:

@@ -171,9 +171,9 @@ async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(g
         context.settings.data_dir, is_openmetrics=is_openmetrics, timeout_s=_ENGINE_TIMEOUT_S
     )
     context.metrics.engine_up.set(engine is not None)
-    own = await run_in_threadpool(exposition.render, context.metrics.registry, is_openmetrics=is_openmetrics)
+    api_metrics = await run_in_threadpool(exposition.render, context.metrics.registry, is_openmetrics=is_openmetrics)
     return Response(
-        own + (engine or b"") + (exposition.END if is_openmetrics else b""),
+        api_metrics + (engine or b"") + (exposition.END if is_openmetrics else b""),
         headers={"Content-Type": exposition.get_content_type(is_openmetrics=is_openmetrics)},
     )
 
@@ -181,8 +181,8 @@ async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(g
 async def _check_metrics_access(request: Request, context: ApiContext) -> None:
     """Raise ApiError unless the caller may read the metrics.
 
-    Allowed are programs on this machine and keys of the right scope, or everyone with
-    `--metrics-open`.
+    Programs on this machine may, and keys of scope `admin` or `metrics`. With `--metrics-open`,
+    everyone may.
     """
     if context.settings.metrics_open:
         return

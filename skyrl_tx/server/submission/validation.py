@@ -34,20 +34,27 @@ _MAX_NAME_CHARS = 100
 _NUMBERS = frozenset({int, float})
 _REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
-"""Bytes that begin a JSON part, in halves of a part: a string has two quotes."""
+"""How many half parts each byte counts as.
+
+A bracket begins one part. A quote counts as half a part, because a string has two quotes.
+"""
 _Nested = dict[int, "_Nested | None"]
-"""Fields of a message whose content is counted, by field number. None for packed numbers."""
+"""The fields of a message whose content is counted, by field number.
+
+The value of a nested message is its own such fields. The value of packed numbers is None.
+"""
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _OPAQUE: _Nested = {}
+"""For a message without such fields."""
 _SMALL = 16
-"""The rest of a message, if it is at most this long, is not read.
+"""If a message has at most this many bytes left, they are not read.
 
-Each two bytes count as a part instead. That is faster and rarely wrong.
+Instead, every two bytes count as one part, which is faster and rarely wrong.
 """
 _SLOW = 8
 """Number of parts that a varint with unnecessary bytes counts as.
 
-No encoder writes such numbers, and they are slow to read.
+Usual encoders do not write such varints, and reading them is slow.
 """
 
 
@@ -141,7 +148,7 @@ def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) 
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Read a varint. Returns it and the position after it."""
+    """Return the value of a varint, and the position after the varint."""
     byte = data[start]
     value, shift = byte & 127, 7
     while byte > 127:

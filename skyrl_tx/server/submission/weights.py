@@ -45,8 +45,8 @@ def translate_save_weights_for_sampler(
 ) -> Submission:
     """Translate a save of weights to sample from.
 
-    A request with a path saves a named checkpoint, and a request without one an ephemeral sampler
-    of the model's session.
+    A request with a path saves a named checkpoint. A request without a path saves an ephemeral
+    sampler of the model's session.
     """
     is_inflight = request.kind == _INFLIGHT
     require(

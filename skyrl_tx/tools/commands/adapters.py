@@ -169,8 +169,8 @@ _HUB_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 def choose_public_name(base_model: str | None, served: list[str]) -> str | None:
     """Return a name of the base model that PEFT finds, on other machines too if a hub id is known.
 
-    A directory may be the hub's cache, or the server may have served it under a hub id. Otherwise the name is its
-    absolute path.
+    A directory gets the hub id if it is in the hub's cache, or if the server served it under a hub id. The name of
+    every other directory is its absolute path.
     """
     directory = Path(base_model or "").expanduser()
     if not base_model or not directory.is_dir():

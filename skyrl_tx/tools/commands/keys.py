@@ -125,7 +125,8 @@ def _create(arguments: argparse.Namespace) -> None:
             expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
         )
         record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
-        # Before the commit: a crash in between leaves a file with an invalid key, and not a key that nobody knows.
+        # Write the file before the commit: after a crash in between, the key in the file is invalid. After the commit,
+        # a crash could leave a valid key that nobody knows.
         if arguments.output is not None:
             _write(arguments.output, key)
         return key, row

@@ -27,7 +27,7 @@ _CONNECTIONS = 20
 """Maximum number of PostgreSQL connections of one process: 16 readers, a writer, a listener, and a margin."""
 _SLOW_ROUND_TRIP_S = 0.005
 _MAX_CLOCK_GAP_S = 5.0
-_SIZE = "SELECT pg_database_size(current_database())"
+_SIZE_QUERY = "SELECT pg_database_size(current_database())"
 _UPGRADE = "take a backup, then start the server"
 
 
@@ -45,7 +45,7 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
     for role, pid in subject.server_pids.items():
         yield ok("database", f"the {role} is running as process {pid}")
 
-    # Can it be read at all?
+    # Can the database be read at all?
     try:
         described = _describe(settings)
     except (ArgumentError, DBAPIError, StoreError, OSError, ImportError) as problem:
@@ -57,7 +57,7 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
         )
         return
 
-    # Does it exist? Weights without a database mean that it was lost.
+    # Does the database exist? If there are weights but no database, the database was lost.
     if described is None:
         if any((settings.data_dir / "artifacts").glob("art-*")):
             advice = "restore the database from a backup, or start a server and then run `skyrl-tx recover`"
@@ -163,13 +163,13 @@ def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
         engine.dispose()
 
 
-def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]:
+def _examine_postgresql(connection: Connection, shown_url: str) -> Iterator[Finding]:
     def read_value(query: str) -> str:
         return str(connection.scalar(text(query)))
 
     # Release and settings.
     release = read_value("SHOW server_version").split()[0]
-    yield ok("database", f"PostgreSQL {release}, {shown}: {format_bytes(int(read_value(_SIZE)))}")
+    yield ok("database", f"PostgreSQL {release}, {shown_url}: {format_bytes(int(read_value(_SIZE_QUERY)))}")
     if read_value("SELECT pg_is_in_recovery()") == "True":
         yield error("database", "it is a read-only replica", "name the primary in --database-url")
     if (encoding := read_value("SHOW server_encoding")) != "UTF8":

@@ -51,7 +51,7 @@ _ADVICE = {
 }
 """Advice for problems of the model, by the setting that causes the problem."""
 _SHORT_TOKENS = 4096
-"""A sample limit below this is worth a warning, because a typical sample would not fit."""
+"""The command warns if samples can have fewer tokens than this, because a typical sample would not fit."""
 
 
 # Packages
@@ -76,6 +76,7 @@ def check_packages(subject: ExaminedServer) -> Iterator[Finding]:
 
 
 def _find_unmet() -> Iterator[Finding]:
+    """Yield a finding for each required package that is missing or has a wrong version."""
     if find_version(DISTRIBUTION) is None:
         advice = "pip uninstall skyrl_tx (the name of earlier releases), then pip install . in a clone"
         yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are unknown", advice)
@@ -243,11 +244,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_context_length: int
     """The limit of the model, in tokens."""
     kv_tokens: int
+    """How many tokens fit into the KV cache."""
     max_length: int
-    """The limit of prompt and new tokens of one sample."""
+    """How many tokens one sample can have, including the prompt."""
     micro_batch_tokens: int
     is_remat: bool
     max_models: int
+    """How many models can train at the same time."""
     host_weight_bytes: int
     """Bytes of the weights in host memory, if the devices do not report their memory."""
     host_bytes: int

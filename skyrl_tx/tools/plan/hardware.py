@@ -20,10 +20,10 @@ from typing import Literal
 
 GIB = 2**30
 MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
-"""The measured share of the roofline bound that one device reaches, by device and kind of work.
+"""The fraction of the roofline bound that one device reached in measurements, by device and kind of work.
 
-Measured with `make gpu` and Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding 256 samples of 1,000
-tokens.
+For example, one H200 trained half as many tokens per second as the bound. Measured with `make gpu` and Qwen3-8B:
+training in micro-batches of 16,384 tokens, and decoding 256 samples of 1,000 tokens.
 """
 GPU_SHARE = 0.75
 """The share of a GPU's memory that JAX takes by default (docs.jax.dev, GPU memory allocation)."""
@@ -139,8 +139,8 @@ def parse_devices(text: str) -> Devices:
     name, colon, topology = text.lower().partition(":")
     kind = KINDS.get(name)
     if kind is None:
-        known = f"unknown device {name!r}; the known devices are {', '.join(KINDS)}"
-        raise DeviceError(f"{known}; {HOW_TO_PLAN_THIS_MACHINE}")
+        problem = f"unknown device {name!r}; the known devices are {', '.join(KINDS)}"
+        raise DeviceError(f"{problem}; {HOW_TO_PLAN_THIS_MACHINE}")
     if kind.family == "gpu":
         _read_gpu_share()
     if not colon:
@@ -164,3 +164,4 @@ def _read_gpu_share() -> float:
 
 
 _FORMS = {2: ("a topology of two sizes", "2x4"), 3: ("a topology of three sizes", "2x2x1")}
+"""The form of a topology and an example of it, by the number of dimensions."""

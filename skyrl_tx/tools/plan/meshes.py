@@ -21,7 +21,7 @@ from skyrl_tx.tools.plan.hardware import Devices
 from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 
 WEIGHT_SHARE = 0.8
-"""The share of a device's memory that weights should take at most. Meshes that need more rank last."""
+"""The share of a device's memory that weights should take at most. Meshes whose weights take more rank last."""
 _SEQUENCE_TOKENS = 4096
 """Length of training sequences and samples when meshes are compared."""
 
@@ -57,7 +57,10 @@ def rank_meshes(
     dtype: np.dtype,
     meshes: Iterable[MeshConfig],
 ) -> list[Candidate]:
-    """Return the meshes whose sizes divide the model's, best first."""
+    """Return the meshes that can shard the model, best first.
+
+    Meshes whose sizes do not divide the sizes of the model are left out.
+    """
     described = describe_params(model)
     num_parameters = sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values())
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
@@ -110,7 +113,7 @@ def _get_rank(candidate: Candidate) -> tuple[bool, float, int, int]:
 
 
 def list_meshes(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
-    """Yield all meshes of a number of devices. `with_cp` adds meshes that split the tokens of a row."""
+    """Yield all meshes of a number of devices. `with_cp` adds meshes that split the tokens of each training row."""
     for cp in range(1, number + 1) if with_cp else (1,):
         if number % cp == 0:
             yield from _list_meshes_with_cp(number // cp, cp)
@@ -141,16 +144,19 @@ class LongRows:
 
 
 def find_fitting_candidate(
-    by_time: Sequence[Candidate], longest_row: Callable[[MeshConfig], int], tokens: int
+    candidates: Sequence[Candidate], longest_row: Callable[[MeshConfig], int], tokens: int
 ) -> Candidate | None:
-    """Return a fast mesh that fits rows of `tokens`, or None. It uses no larger `cp` than needed.
+    """Return a fast mesh that fits training rows of `tokens` tokens, or None. `candidates` must be fastest first.
 
-    `longest_row` takes seconds per mesh, so most meshes are skipped. Among meshes with the same `tp` and `ep`, the one
-    with the largest `cp` fits the longest rows. If `cp` is equal as well, the one with the largest `fsdp` does. Only if
-    that mesh fits the rows are the other meshes of its group tried.
+    The mesh has the smallest `cp` that suffices with its `tp` and `ep`.
+
+    `longest_row` returns the length of the longest row that fits with a mesh. This takes seconds per mesh, so most
+    meshes are skipped. Among meshes with the same `tp` and `ep`, the one with the largest `cp` fits the longest rows.
+    If `cp` is equal as well, the one with the largest `fsdp` does. Only if that mesh fits the rows are the other meshes
+    of its group tried.
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
-    for candidate in by_time:
+    for candidate in candidates:
         if candidate.has_fitting_weights:
             groups.setdefault((candidate.mesh.tp, candidate.mesh.ep), []).append(candidate)
 

@@ -31,7 +31,7 @@ from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding
 from skyrl_tx.weights import hf
 
 _SHORT_TOKENS = 4096
-"""A sample limit below this is worth a warning, because a typical sample would not fit."""
+"""The plan warns if samples can have fewer tokens than this, because a typical sample would not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ class Rate:
     bound_by: str
     detail: str
     expected_tokens_per_s: int | None = None
-    """The bound times the share of the bound that was measured on one such device with another model, or None."""
+    """The bound times the fraction in `MEASURED`, which may be from another model.
+
+    None for more than one device, and for devices without a measurement.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,9 @@ class ModelPlan:
     model: models.ModelConfig
     devices: Devices
     plan: StartPlan
+    """The memory plan that the backend makes at start with the chosen mesh."""
     chosen: Candidate
+    """The mesh that the user named, or else the best mesh."""
     others: tuple[Candidate, ...]
     """The other meshes, best first. Empty if the user named the mesh."""
     items: tuple[Item, ...]
@@ -73,7 +78,10 @@ class ModelPlan:
     samples_at_context: int
     """How many samples of the maximum length fit into the KV cache."""
     long_rows: LongRows | None
-    """Set if training rows of `--context` tokens do not fit with the mesh that the user named, or with the fastest."""
+    """Set if training rows of `--context` tokens do not fit.
+
+    This is checked with the mesh that the user named, or else with the fastest mesh.
+    """
     warnings: tuple[str, ...] = ()
 
     @property
@@ -132,7 +140,7 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     chosen, *others = candidates
     plan = plan_mesh(chosen.mesh)
 
-    account = ModelPlan(
+    model_plan = ModelPlan(
         base_model=base_model,
         model=model,
         devices=devices,
@@ -145,7 +153,7 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         samples_at_context=plan.samples.count_samples(plan.samples.max_length),
         long_rows=long_rows,
     )
-    return replace(account, warnings=tuple(_find_warnings(account, config)))
+    return replace(model_plan, warnings=tuple(_find_warnings(model_plan, config)))
 
 
 def _check_mesh(given: MeshConfig, model: models.ModelConfig, devices: Devices) -> None:
@@ -178,13 +186,13 @@ def _list_items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("temporary", max(plan.pass_bytes, plan.slice_bytes), detail)
 
 
-def _describe_long_rows(rows: LongRows, account: ModelPlan) -> str:
+def _describe_long_rows(rows: LongRows, model_plan: ModelPlan) -> str:
     problem = (
         f"a training row of {rows.tokens} tokens does not fit with mesh {rows.mesh}, which fits at most {rows.longest}"
     )
     if rows.fitting is None:
-        return f"{problem}; no mesh of {account.devices} fits it"
-    if rows.fitting == account.chosen.mesh:
+        return f"{problem}; no mesh of {model_plan.devices} fits it"
+    if rows.fitting == model_plan.chosen.mesh:
         return f"{problem}, so mesh {rows.fitting} was chosen, which fits it"
     return f"{problem}. It fits with --mesh {rows.fitting}"
 
@@ -206,7 +214,7 @@ def _compute_rates(
     size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
     cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
 
-    # Its bounds.
+    # The bounds of this work.
     adapter_bytes = count_adapter_bytes(model, DEFAULT_RANK, make_abstract_layout(chosen))
     training = bound_training(model, devices, chosen, work, **size, adapter_bytes=adapter_bytes)
     yield _make_rate("training", training, devices, f"rank {DEFAULT_RANK}, sequences of {work.sequence_tokens} tokens")
@@ -220,14 +228,14 @@ def _make_rate(work: str, bound: RooflineBound, devices: Devices, detail: str) -
     return Rate(work, int(bound.tokens_per_s), bound.bottleneck, detail, expected)
 
 
-def _find_warnings(account: ModelPlan, config: JaxConfig) -> Iterator[str]:
-    plan, devices, kind = account.plan, account.devices, account.devices.kind
+def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
+    plan, devices, kind = model_plan.plan, model_plan.devices, model_plan.devices.kind
 
     # The devices.
-    if not account.fits:
+    if not model_plan.fits:
         needed = -(-plan.weight_bytes * devices.number // int(WEIGHT_SHARE * devices.limit_bytes))
         yield (
-            f"the model does not fit: it needs {format_bytes(account.used_bytes)} on each device, and "
+            f"the model does not fit: it needs {format_bytes(model_plan.used_bytes)} on each device, and "
             f"{format_bytes(devices.limit_bytes)} are usable. Use more devices (the weights need at least {needed}) or "
             "lower --context, --adapters or --rank"
         )
@@ -235,7 +243,9 @@ def _find_warnings(account: ModelPlan, config: JaxConfig) -> Iterator[str]:
         yield f"{devices} needs more than one host of up to {kind.per_host} devices; set --hosts.size"
 
     # Lengths.
-    max_length = min(config.max_context_length or account.model.max_context_length, account.model.max_context_length)
+    max_length = min(
+        config.max_context_length or model_plan.model.max_context_length, model_plan.model.max_context_length
+    )
     if plan.samples.max_length < max_length and (config.max_context_length or plan.samples.max_length < _SHORT_TOKENS):
         yield (
             f"samples can have at most {plan.samples.max_length} tokens instead of {max_length}, because a larger KV "
@@ -243,15 +253,15 @@ def _find_warnings(account: ModelPlan, config: JaxConfig) -> Iterator[str]:
         )
     if (config.max_context_length or 0) > max_length:
         yield f"--context {config.max_context_length} is more than the model's limit of {max_length} tokens"
-    if (rows := account.long_rows) is not None:
-        yield _describe_long_rows(rows, account)
+    if (rows := model_plan.long_rows) is not None:
+        yield _describe_long_rows(rows, model_plan)
 
     # Speed.
     if plan.max_models == 1 and config.max_lora_adapters is None:
         yield (
             f"only one model of rank {config.max_lora_rank} can train at a time; with a lower --rank more models fit"
         )
-    if plan.passes.micro_batch_tokens <= MIN_TOKENS * devices.number // account.chosen.mesh.tp:
+    if plan.passes.micro_batch_tokens <= MIN_TOKENS * devices.number // model_plan.chosen.mesh.tp:
         yield f"micro-batches of {MIN_TOKENS} tokens on each device are too small to keep it busy"
     if plan.dtype != "bfloat16":
         yield f"the rates are for products in bfloat16; in {plan.dtype} they are lower"

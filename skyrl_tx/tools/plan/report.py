@@ -15,15 +15,15 @@ from skyrl_tx.tools.plan.model_plan import ModelPlan
 _NUM_SHOWN_MESHES = 4
 
 
-def make_record(account: ModelPlan) -> Record:
+def make_record(model_plan: ModelPlan) -> Record:
     """Return the plan as a JSON object. Bytes are per device; tokens per second are for all devices together."""
-    devices, plan, samples = account.devices, account.plan, account.plan.samples
+    devices, plan, samples = model_plan.devices, model_plan.plan, model_plan.plan.samples
     return {
         # The model and the devices.
-        "base_model": account.base_model,
-        "architecture": account.model.architecture,
+        "base_model": model_plan.base_model,
+        "architecture": model_plan.model.architecture,
         "num_parameters": plan.num_parameters,
-        "num_active_parameters": account.num_active,
+        "num_active_parameters": model_plan.num_active,
         "dtype": plan.dtype,
         # The hardware.
         "device": {
@@ -36,44 +36,44 @@ def make_record(account: ModelPlan) -> Record:
             "bytes_per_s": devices.kind.bytes_per_s,
             "link_bytes_per_s": devices.kind.link_bytes_per_s,
         },
-        "mesh": account.chosen.mesh.model_dump(),
-        "meshes": [_make_candidate_record(candidate) for candidate in (account.chosen, *account.others)],
+        "mesh": model_plan.chosen.mesh.model_dump(),
+        "meshes": [_make_candidate_record(candidate) for candidate in (model_plan.chosen, *model_plan.others)],
         # Memory, limits and speed.
-        "fits": account.fits,
-        "memory": [asdict(item) for item in account.items],
-        "free_bytes": devices.limit_bytes - account.used_bytes,
+        "fits": model_plan.fits,
+        "memory": [asdict(item) for item in model_plan.items],
+        "free_bytes": devices.limit_bytes - model_plan.used_bytes,
         "limits": {
             "context_tokens": samples.max_length,
             "kv_tokens": samples.tokens,
             "sample_slots": samples.num_slots,
-            "samples_of_longest_context": account.samples_at_context,
+            "samples_of_longest_context": model_plan.samples_at_context,
             "models": plan.max_models,
             "row_tokens": plan.longest_row,
             "row_host_bytes": plan.offloaded_bytes,
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
-        "long_rows": None if account.long_rows is None else _make_long_rows_record(account.long_rows),
-        "kernels": list(explain_kernels(plan.kernels, account.model)),
-        "rates": [asdict(rate) for rate in account.rates],
-        "warnings": list(account.warnings),
+        "long_rows": None if model_plan.long_rows is None else _make_long_rows_record(model_plan.long_rows),
+        "kernels": list(explain_kernels(plan.kernels, model_plan.model)),
+        "rates": [asdict(rate) for rate in model_plan.rates],
+        "warnings": list(model_plan.warnings),
     }
 
 
-def format_plan(account: ModelPlan) -> Iterator[str]:
+def format_plan(model_plan: ModelPlan) -> Iterator[str]:
     """Yield the lines of the plan as text."""
-    devices, plan, samples = account.devices, account.plan, account.plan.samples
-    verdict = "fits" if account.fits else "does not fit"
+    devices, plan, samples = model_plan.devices, model_plan.plan, model_plan.plan.samples
+    verdict = "fits" if model_plan.fits else "does not fit"
     yield (
-        f"{account.base_model} ({account.model.architecture}, {plan.num_parameters:,} parameters, "
-        f"{account.num_active:,} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
+        f"{model_plan.base_model} ({model_plan.model.architecture}, {plan.num_parameters:,} parameters, "
+        f"{model_plan.num_active:,} active) {verdict} on {devices} with mesh {model_plan.chosen.mesh}."
     )
 
     # Memory by item.
     limit = devices.limit_bytes
     yield from ("", f"Memory of each device (the server may use {format_bytes(limit)}):")
-    rows = [_make_row(item.item, item.bytes, item.detail, limit) for item in account.items]
-    rows.append(_make_row("free", limit - account.used_bytes, "", limit))
+    rows = [_make_row(item.item, item.bytes, item.detail, limit) for item in model_plan.items]
+    rows.append(_make_row("free", limit - model_plan.used_bytes, "", limit))
     yield from format_table(rows)
 
     # The sizes that fit, and the kernels.
@@ -81,29 +81,29 @@ def format_plan(account: ModelPlan) -> Iterator[str]:
     yield f"  context       {samples.max_length} tokens, including the prompt"
     yield (
         f"  samples       {samples.num_slots} at {samples.equal_sample_length} tokens each, or "
-        f"{account.samples_at_context} at {samples.max_length} tokens each"
+        f"{model_plan.samples_at_context} at {samples.max_length} tokens each"
     )
     yield f"  models        {plan.max_models} in training at the same time; idle models are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices together"
-    yield f"  training row  {plan.longest_row} tokens fit; the model allows {account.model.max_context_length}"
-    yield from _format_long_rows(account)
-    yield from ("", *explain_kernels(plan.kernels, account.model))
+    yield f"  training row  {plan.longest_row} tokens fit; the model allows {model_plan.model.max_context_length}"
+    yield from _format_long_rows(model_plan)
+    yield from ("", *explain_kernels(plan.kernels, model_plan.model))
 
     # Speed.
     yield from ("", "Upper bound for tokens per second on all devices together (roofline):")
-    for rate in account.rates:
+    for rate in model_plan.rates:
         expected = rate.expected_tokens_per_s
         share = "not measured on this hardware" if expected is None else f"expect about {expected:,}"
         yield f"  {rate.work:<13} {rate.tokens_per_s:,}, limited by {rate.bound_by}: {rate.detail}; {share}"
-    if account.others:
+    if model_plan.others:
         yield from ("", "Meshes, fastest first (time to sample a token and train on it):")
-        candidates = (account.chosen, *account.others)[:_NUM_SHOWN_MESHES]
+        candidates = (model_plan.chosen, *model_plan.others)[:_NUM_SHOWN_MESHES]
         yield from format_table([_make_mesh_row(candidate) for candidate in candidates])
 
     # Warnings, and the command that serves the model.
-    for warning in account.warnings:
+    for warning in model_plan.warnings:
         yield from ("", f"warning: {warning}")
-    yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_format_flags(account.chosen.mesh)}")
+    yield from ("", f"skyrl-tx serve --base-model {model_plan.base_model}{_format_flags(model_plan.chosen.mesh)}")
 
 
 def _make_long_rows_record(rows: LongRows) -> Record:
@@ -111,12 +111,12 @@ def _make_long_rows_record(rows: LongRows) -> Record:
     return {"tokens": rows.tokens, "mesh": rows.mesh.model_dump(), "longest": rows.longest, "fitting_mesh": fitting}
 
 
-def _format_long_rows(account: ModelPlan) -> Iterator[str]:
+def _format_long_rows(model_plan: ModelPlan) -> Iterator[str]:
     """Yield lines that say how training rows longer than a micro-batch are computed."""
-    plan, devices = account.plan, account.devices
-    shards = make_training_layout(make_abstract_layout(account.chosen.mesh)).num_shards("tokens")
+    plan, devices = model_plan.plan, model_plan.devices
+    shards = make_training_layout(make_abstract_layout(model_plan.chosen.mesh)).num_shards("tokens")
     passes, indent = plan.passes, " " * 16
-    max_length = account.model.max_context_length
+    max_length = model_plan.model.max_context_length
     if passes.remat_above is not None and passes.remat_above * shards < max_length:
         yield f"{indent}above {passes.remat_above * shards} tokens, layers are rematerialized"
     if passes.offload_above is not None and passes.offload_above * shards < max_length:

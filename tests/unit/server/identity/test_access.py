@@ -89,6 +89,6 @@ def test_runs_found_together_are_those_found_one_by_one(store: Store) -> None:
         together, one_by_one, _ = find_runs(store, caller)
         assert len(together) == num_runs
         for run, alone in zip(together, one_by_one, strict=True):
-            assert (run.row, run.owner, run.is_visible) == (alone.row, alone.owner, alone.is_visible)
-            latest = {row.kind: row for row in alone.saved}
-            assert list(run.saved) == sorted(latest.values(), key=lambda row: row.created_at)
+            assert (run.row, run.owner, run.is_fully_visible) == (alone.row, alone.owner, alone.is_fully_visible)
+            latest = {row.kind: row for row in alone.checkpoints}
+            assert list(run.checkpoints) == sorted(latest.values(), key=lambda row: row.created_at)
