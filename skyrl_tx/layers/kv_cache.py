@@ -20,7 +20,7 @@ On average, half a page of each sample is unused.
 """
 
 MIN_SEGMENT_SIZE = 128
-"""The smallest number of positions that are read together by layer; a multiple of a page."""
+"""The number of positions of the first segment in `read_segments`; a multiple of PAGE_SIZE."""
 
 
 @struct.dataclass

@@ -26,7 +26,10 @@ def sequence_log_ratio(x: LossArrays) -> jax.Array:
 
 
 def gspo(x: LossArrays, config: LossConfig) -> jax.Array:
-    """Return -min(s * A, clip(s) * A). s has the sequence's value and the token's gradient."""
+    """Return -min(s * A, clip(s) * A), where s is the ratio of the sequence.
+
+    The gradient of s is s times the gradient of the token's log-probability.
+    """
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
     ratio = jnp.exp(sequence_log_ratio(x)) * jnp.exp(target - jax.lax.stop_gradient(target))
     clipped = clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])

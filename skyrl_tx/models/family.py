@@ -20,9 +20,9 @@ or a pool of adapters together with `slots`, the adapter slot of each row (see
     init_adapter(config, lora, max_rank)                                 -> Adapter of numpy arrays
 
 `inputs` are tokens or embeddings. Keys, values and states of all prompts and samples are in a
-`Cache` (see `layers.cache_state`), which `make_empty_cache` creates. A `BlockTable` says where the
-cache has each row. A decode slice begins with `cache_state.open_decode_slice`, runs `decode_step`
-multiple times, and ends with `cache_state.close_decode_slice`.
+`Cache` (see `layers.cache_state`), which `make_empty_cache` creates. A `BlockTable` says which
+pages of the cache each row uses. A decode slice begins with `cache_state.open_decode_slice`, runs
+`decode_step` multiple times, and ends with `cache_state.close_decode_slice`.
 
 Weights come from `weights.hf.load(directory, describe_params(config), family.weights)`, or from
 `weights.hf.make_dummy`.
@@ -60,15 +60,15 @@ class ModelFamily:
     read_blocks: Callable[[HfConfig], tuple[Block, ...]]
     """Returns the block of every layer. Raises UnsupportedModel."""
     aliases: tuple[str, ...] = ()
-    """Other names of the architecture, for example of models with images around this text model."""
+    """Other names of the architecture, for example of a model that adds images to this text model."""
     reads: frozenset[str] = frozenset()
-    """Keys of `NEUTRAL` that `read_blocks` handles, so that any value is allowed."""
+    """Config keys that `read_blocks` reads itself, so that `check_supported` does not check them."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Config keys that this family names differently, with the usual name of each."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by the square root of the hidden size."""
     extends_context: bool = True
-    """Whether `max_position_embeddings` may be the context before the scaling of the rope."""
+    """Whether RoPE scaling may make the context longer than `max_position_embeddings`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of keys that a checkpoint may omit
 
     @property
@@ -99,7 +99,7 @@ class ModelFamily:
         )
 
     def bind_weights(self, config: ModelConfig) -> WeightMap:
-        """Return the weight rules, with the rows of tensors that multiple parameters share."""
+        """Return the weight rules. If parameters share a tensor, the rules say which rows each has."""
         return bind_rows(self.weights, flatten(describe_params(config)))
 
 

@@ -2,7 +2,8 @@
 
 Of a mixture of experts, only the router and the experts chosen for a token are counted. Norms,
 RoPE, activations and embedding lookups are not counted. The module also estimates how much data the
-mixers of a sharded model exchange.
+mixers of a sharded model exchange. A mixer is the part of a layer that combines tokens: attention,
+a delta net or Mamba.
 """
 
 import math
@@ -52,7 +53,11 @@ def count_adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = T
 
 
 def count_mixing_macs(config: ModelConfig, length: int) -> int:
-    """Return the multiply-adds of all mixers over a sequence of `length` tokens."""
+    """Return the multiply-adds that combine the `length` tokens of one sequence, in all mixers.
+
+    For attention these are the products of queries with keys, and of scores with values. The linear
+    maps of mixers are counted by `count_frozen_macs`.
+    """
     macs = 0
     for block in config.blocks:
         match block.mixer:
@@ -76,10 +81,11 @@ def count_mixing_macs(config: ModelConfig, length: int) -> int:
 
 
 def count_exchanged_elements(config: ModelConfig, num_parts: int) -> int:
-    """Return how many elements per token `num_parts` devices exchange.
+    """Return how many elements per token `num_parts` devices exchange in one pass over all layers.
 
-    Each device then has whole rows of some heads. Every mixer sends its inputs, split by heads, and
-    receives its outputs. The result is for one pass over all layers.
+    The devices share the tokens of each row. Before a mixer, they exchange its inputs, so that each
+    device has all tokens of some heads. After the mixer, they exchange its outputs, so that each
+    device has all heads of some tokens again.
     """
     elements = 0
     for block in config.blocks:
@@ -103,7 +109,7 @@ def count_exchanged_elements(config: ModelConfig, num_parts: int) -> int:
 
 
 def estimate_experts_read(config: ModelConfig, num_tokens: int) -> float:
-    """Return the share of expert weights that `num_tokens` tokens are expected to read, or 1."""
+    """Return the expected share of expert weights that `num_tokens` tokens read; 1 without experts."""
     shares = [
         1 - (1 - block.feed_forward.routing.num_chosen / block.feed_forward.routing.num_experts) ** num_tokens
         for block in config.blocks

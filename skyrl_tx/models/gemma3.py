@@ -81,7 +81,7 @@ GEMMA3 = ModelFamily(
     read_blocks=read_blocks,
     reads=frozenset({"hidden_act", "layer_types"}),
     scales_embeddings=True,
-    extends_context=False,  # it is the context after the scaling
+    extends_context=False,  # max_position_embeddings is the context after the scaling
     defaults={
         "vocab_size": 262208,
         "hidden_size": 2304,

@@ -28,9 +28,10 @@ OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
 """Names of the norms of the outputs of mixer and feed-forward, in blocks with `has_output_norms`."""
 
 StackParams = LayerParams | tuple[LayerParams, ...]
-"""The parameters of a stack by name, each with a leading n.
+"""The parameters of a stack, by name.
 
-Or a tuple with the parameters of each layer.
+They are either stacked, so that each array has a leading dim n, or a tuple with one entry per
+layer.
 """
 
 
@@ -150,7 +151,7 @@ def make_empty_cache(
 ) -> Cache:
     """Return an empty cache on the devices of the weights, with the sharding that programs use.
 
-    On CPU, a page takes memory when it is first written.
+    On CPU, a page takes no memory before it is first written.
     """
 
     def make_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -168,7 +169,7 @@ def describe_cache(
 ) -> Cache:
     """Return the arrays of `make_empty_cache` as `jax.ShapeDtypeStruct`s.
 
-    The weights may be such structs too.
+    `params` may also hold such structs instead of arrays.
     """
     layout, dtype = params.layout, params.embed.dtype
 

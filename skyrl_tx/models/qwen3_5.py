@@ -38,7 +38,7 @@ def read_delta_net(hf: HfConfig) -> DeltaNet:
 
 
 def read_gated_attention(hf: HfConfig) -> Attention:
-    """Read the softmax attention. The keys of multi-axis positions have no effect for text."""
+    """Read the softmax attention. The keys `mrope_…`, for positions in images, do not affect text."""
     name, given = get_rope(hf)
     rope = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
     return replace(read_partial_rope_attention({**hf, name: rope}, has_norm=True), is_gated=True)

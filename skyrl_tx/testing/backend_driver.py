@@ -104,7 +104,10 @@ class BackendDriver:
         return {name: array.astype(np.float64) for name, array in load(files[FILES[part]]).items()}
 
     def distributions(self, model_id: ModelId, tokens: NDArray[np.int32]) -> Floats:
-        """Return the trainer's log-probabilities of all tokens after each of these, [T, V]."""
+        """Return the log-probabilities of all next tokens after each of `tokens`, [T, V].
+
+        They come from a forward pass of the trainer.
+        """
         shape = (len(tokens), self.capabilities.vocab_size)
         targets = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         inputs = {"target_tokens": read_only(np.ascontiguousarray(targets)), "weights": read_only(np.ones(shape, "f4"))}
@@ -193,14 +196,14 @@ def read_only(array: Array) -> Array:
 
 def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -> Drawn:
     """Return one complete sample. Asserts that its last delta, and no other, has a stop reason."""
-    own = [delta for delta in deltas if delta.request_id == request_id and delta.index == index]
-    assert own, f"sample {index} of {request_id} has no delta"
-    assert all(delta.error is None for delta in own), own
-    reasons = [delta.stop_reason for delta in own]
-    assert reasons[-1] is not None and reasons[:-1] == [None] * (len(own) - 1)
+    sample_deltas = [delta for delta in deltas if delta.request_id == request_id and delta.index == index]
+    assert sample_deltas, f"sample {index} of {request_id} has no delta"
+    assert all(delta.error is None for delta in sample_deltas), sample_deltas
+    reasons = [delta.stop_reason for delta in sample_deltas]
+    assert reasons[-1] is not None and reasons[:-1] == [None] * (len(sample_deltas) - 1)
     return Drawn(
-        tokens=tuple(int(token) for delta in own for token in delta.tokens),
-        logprobs=tuple(float(logprob) for delta in own for logprob in delta.logprobs),
+        tokens=tuple(int(token) for delta in sample_deltas for token in delta.tokens),
+        logprobs=tuple(float(logprob) for delta in sample_deltas for logprob in delta.logprobs),
         stop_reason=reasons[-1],
     )
 

@@ -176,7 +176,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Atomicity
 
     def test_a_failed_pass_changes_no_state(self, driver: BackendDriver) -> None:
-        """A batch with an unknown model fails, and no gradient of it is kept."""
+        """A batch with an unknown model fails, and no gradient of the batch is kept."""
         model_id = driver.model(steps=1)
         before = driver.state_of(model_id)
         batch = driver.batch(driver.request(model_id), driver.request(ModelId("never-made")))
@@ -267,7 +267,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Batch invariance
 
     def test_gradients_are_batch_invariant(self, driver: BackendDriver) -> None:
-        """Two requests give the same gradient in one pass, in two, and next to other requests."""
+        """Two requests give the same gradient in one pass, in two passes, and with other requests."""
         model_id, other = driver.model(1, steps=1), driver.model(2, steps=1)
         first, second = driver.request(model_id, (5, 9, 3), seed=1), driver.request(model_id, (12, 2), seed=2)
         foreign = driver.request(other, (7, 18), seed=3)

@@ -67,8 +67,8 @@ Tensors = Mapping[str, np.ndarray]
 class TargetModule:
     """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O].
 
-    `stacks` are the leading dimensions of A and of B. `module` is the name in files; `{layer}` in
-    it stands for each number in `layers`. None means all layers, from 0.
+    `stacks` are the leading dims of A and of B. `module` is the name in files, in which `{layer}`
+    stands for each number in `layers`. If `layers` is None, it stands for all numbers from 0 on.
     """
 
     module: str
@@ -314,9 +314,9 @@ class AdapterFiles:
 def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
     """Join the factors of maps that belong to one fused module.
 
-    They are blocks of a factor that has the sum of their ranks.
-
-    Rows of maps that adapters do not change are zero.
+    The rank of the joined factors is the sum of the ranks. A has the A of each map one after
+    another. B has the B of each map as a block: in the rows of the map, and in the columns of its
+    A. All other elements of B are zero, for example the rows of maps that adapters do not change.
     """
     fused_factors = dict(factors)
     for leaf, parts in fused.items():
@@ -335,9 +335,9 @@ def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[st
 def split_modules(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
     """Split the factors of fused modules into one pair of rank `rank` for each map.
 
-    A pair of that rank is shared by all maps. A pair with a multiple of it must have one block per
-    map, as `fuse_modules` writes it. Raises AdapterError for other pairs, and for pairs that change
-    rows without an adapter.
+    If the pair of a module has rank `rank`, all maps share its A. If it has a multiple of that rank, it
+    must have one block per map, as `fuse_modules` writes it. Raises AdapterError for other pairs, and
+    for pairs that change rows without an adapter.
     """
     split = dict(factors)
     for leaf in FUSED_MAPS:

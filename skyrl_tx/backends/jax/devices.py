@@ -5,10 +5,10 @@
 - Convert errors of exhausted memory.
 - Join other hosts, and move arrays to and from the devices of all hosts.
 
-**Exhausted memory.** On one host it fails one request. On multiple hosts, a host that ran out of
-memory has not started the program that the other hosts may be in, and they wait for it. So this
-module retries nothing on multiple hosts: rank 0 decides when it knows how the call ended on all
-hosts.
+**Exhausted memory.** On one host, exhausted memory makes one request fail. On multiple hosts, a
+host that ran out of memory has not started the program that the other hosts may be in, and they
+wait for it. So this module retries nothing on multiple hosts: rank 0 decides when it knows how the
+call ended on all hosts.
 """
 
 import functools
@@ -45,9 +45,10 @@ _COMPILED = _COMPILATION + "backend_compile_duration"
 """The JAX event of the compiler. It also occurs if the program is read from the compilation cache.
 """
 _TRIM_DELAY_S = 1.0
-"""The allocator returns its free memory this long after a compilation, which needs hundreds of MiB.
+"""How long after a compilation the allocator returns free memory to the system.
 
-JAX frees a part of it only after the event of the compiler.
+A compilation takes hundreds of MiB of host memory. JAX frees a part of this memory only after the
+event that reports the end of the compilation.
 """
 _MIB = 2**20
 
@@ -144,7 +145,7 @@ class CompilationMonitor:
                 self._trim_at = self._trim_at or time.monotonic() + _TRIM_DELAY_S
 
     def return_memory(self) -> None:
-        """Return memory to the system that compilations have freed, a short time after their end."""
+        """Give memory that compilations have freed back to the system, after `_TRIM_DELAY_S`."""
         if self._trim_at is not None and time.monotonic() >= self._trim_at:
             self._trim_at = None
             trim_allocator()
@@ -195,10 +196,10 @@ def make_capacity_error(purpose: str, error: Exception) -> CapacityError:
 
 @contextmanager
 def convert_memory_errors(purpose: str) -> Generator[None]:
-    """Raise `make_capacity_error` if the device runs out of memory inside the context.
+    """Raise `make_capacity_error` if the device runs out of memory in the `with` block.
 
-    On multiple hosts BackendLost is raised instead, because the other hosts may have had enough
-    memory, and wait.
+    On multiple hosts BackendLost is raised instead: other hosts may have had enough memory, and now
+    wait for this host.
     """
     try:
         yield

@@ -1,7 +1,8 @@
 """Runs an engine on the nodes of a Ray cluster.
 
-`RayEngine` belongs to the command. It creates a placement group with one bundle per host of the engine, and one
-`RayHost` actor in each bundle. The actor starts the engine process of its host and ends together with it.
+`RayEngine` runs in the process of the command. It creates a placement group with one bundle per host of the engine,
+and one `RayHost` actor in each bundle. The actor starts the engine process of its host, and ends together with this
+process.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from skyrl_tx.process.setup import CannotServe
 
 _log = logging.getLogger(__name__)
 BEAT_S = 5.0
-"""How often the command calls each of its hosts."""
+"""The command calls each of its hosts at this interval, so that the host knows that the command still runs."""
 SILENCE_S = 60.0
 """A host ends when the command has not called it for this long.
 
@@ -41,13 +42,13 @@ _LOOK_S = 1.0
 _MAX_TRIES = 100
 _CONNECT_S = 10.0
 _OTHERS_S = 15.0
-"""How long the other hosts may take to end after the first. Rank 0 notices a lost host within 5 seconds."""
+"""After one host has ended, the other hosts may take this long to end. Rank 0 notices a lost host within 5 seconds."""
 _KILL_S = 10.0
 _NODES_S = 30.0
 """How long the cluster may take to list its nodes."""
 _STOP_S = 60.0
 """The command ends this long after a signal, even if calls of Ray do not return."""
-_PASSED = ("JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "AZURE_")
+_PASSED_PREFIXES = ("JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "AZURE_")
 """Prefixes of the environment variables that the command passes on to every host."""
 _ON_THIS_NODE = 0.001
 """Ray gives each node 1.0 of the resource `node:<address>`. A bundle that takes a small share runs on that node."""
@@ -120,7 +121,7 @@ class RayHost:
         os._exit(1)
 
     async def ready(self) -> Capabilities:
-        """Wait until the engine process is ready. Never returns if the process ends before."""
+        """Wait until the engine process is ready. Does not return if the process ends before it is ready."""
         assert self._ready is not None
         return await self._ready
 
@@ -203,7 +204,7 @@ def start_engines(settings: RaySettings, launch: EngineLaunch, num_engines: int)
     deadline.daemon = True
 
     def on_stop() -> None:
-        with suppress(RuntimeError):  # another engine has started it
+        with suppress(RuntimeError):  # another engine has started the timer
             deadline.start()
 
     try:
@@ -256,8 +257,8 @@ class RayEngine:
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Place and start all hosts, wait until they have ended, and return the reason.
 
-        `on_ready` is called when rank 0 is ready, which means that all hosts are. Raises CannotServe if this machine is
-        no longer a node of the cluster. Only a new process can connect again.
+        `on_ready` is called when rank 0 is ready, because all hosts are ready then. Raises CannotServe if this machine
+        is no longer a node of the cluster. This process cannot connect again, but a new process can.
         """
         running = asyncio.create_task(self._place_and_run(on_ready))
         watching = asyncio.create_task(self._watch_own_node())
@@ -316,7 +317,7 @@ class RayEngine:
         return bundles
 
     async def _is_placed(self, group: Any) -> bool:
-        """Wait until the cluster has the resources free. Returns False if the engine is stopped meanwhile."""
+        """Wait until the cluster has reserved the resources. Returns False if the engine is stopped before."""
         was_logged = False
         while True:
             try:
@@ -360,7 +361,7 @@ class RayEngine:
     async def _run(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Start the engine processes and wait until they have ended. Returns the reason.
 
-        After the first host has ended, the remaining hosts get 15 seconds.
+        After the first host has ended, the other hosts have 15 seconds to end and to report why.
         """
         # Start the engine on all hosts.
         errors = self._ray.exceptions.RayError
@@ -397,13 +398,15 @@ class RayEngine:
         return find_cause(ended_in_time, num_hosts=len(self._actors))
 
     async def _start(self, facts: Sequence[HostFacts]) -> None:
-        launch, given = self._launch, self._launch.hosts
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
-        address = join_address(facts[0].ip, facts[0].port) if given.size > 1 else None
-        key = SecretStr(given.key_bytes.decode() or secrets.token_hex(32))
+        launch, host_settings = self._launch, self._launch.hosts
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_PREFIXES)}
+        address = join_address(facts[0].ip, facts[0].port) if host_settings.size > 1 else None
+        key = SecretStr(host_settings.key_bytes.decode() or secrets.token_hex(32))
         starting: list[Coroutine[Any, Any, EngineLocation]] = []
         for rank, actor in enumerate(self._actors):
-            hosts = HostsSettings(size=given.size, rank=rank, address=address, key=key, silence_s=given.silence_s)
+            hosts = HostsSettings(
+                size=host_settings.size, rank=rank, address=address, key=key, silence_s=host_settings.silence_s
+            )
             host_launch = replace(launch, hosts=hosts, environment={**environment, **launch.environment})
             starting.append(actor.start.remote(host_launch, os.getcwd()))
 
@@ -443,7 +446,7 @@ def _check_version(facts: Sequence[HostFacts]) -> EngineEnd | None:
 
 
 def find_cause(ended: Sequence[EndedHost], *, num_hosts: int) -> EngineEnd:
-    """Return the end of the host that caused the end of all hosts. `ended` is in order of time.
+    """Return the end of the host that caused the end of all hosts. `ended` is in the order in which the hosts ended.
 
     When one host is killed or crashes, the other hosts end because of it, and rank 0 reports a lost device. So a killed
     host is the cause if there is one, else the first host that crashed, else the host with the lowest rank.

@@ -32,9 +32,10 @@ class AdapterDirectory:
     """
 
     def __init__(self, parent: Path | None, nesting: Nesting = NOT_NESTED) -> None:
-        """Create the directory in `parent`, which servers must see under the same path. None: among temporary files.
+        """Create the directory in `parent`, or in the directory for temporary files if `parent` is None.
 
-        `nesting` is the one of the base model's class. vLLM ignores modules with other names.
+        The vLLM servers must see the directory under the same path. `nesting` says how the class of the base model
+        names the modules of its text model. vLLM ignores adapters of modules with other names.
         """
         self._nesting = nesting
         self._parent = Path(tempfile.gettempdir()) / f"skyrl_tx-adapters-{os.getuid()}" if parent is None else parent
@@ -48,7 +49,7 @@ class AdapterDirectory:
         self.path = hidden.rename(self._parent / name)
 
     def is_abandoned(self, directory: str) -> bool:
-        """Return whether a path belongs to an adapter whose process has ended."""
+        """Return whether `directory` belonged to an adapter of a process that has ended. It no longer exists then."""
         path = Path(directory)
         return path.parent.parent == self._parent and not path.exists()
 
@@ -87,7 +88,7 @@ class AdapterDirectory:
 
     def _remove_abandoned(self) -> None:
         for path in self._parent.glob(f"{PREFIX}*"):
-            with suppress(OSError), (path / _LOCK).open("r+") as lock:  # it is in use, or was removed meanwhile
+            with suppress(OSError), (path / _LOCK).open("r+") as lock:  # another process uses or has removed it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -101,7 +102,8 @@ def _rename_modules(path: Path, nesting: Nesting) -> None:
 def read_nesting(base_model: str) -> Nesting:
     """Return how the class of the base model nests the text model.
 
-    The trainer has downloaded the `config.json` of a hub model. A model without this file is not nested.
+    The class is in `config.json`. The trainer has already downloaded this file if the base model is a hub id. If there
+    is no such file, the text model is not nested.
     """
     directory = Path(base_model).expanduser()
     path = directory / "config.json" if directory.is_dir() else try_to_load_from_cache(base_model, "config.json")
@@ -113,24 +115,24 @@ def read_nesting(base_model: str) -> Nesting:
 class SamplerAdapter:
     """The adapter of one sampler, with a unique name on the servers. Belongs to one event loop."""
 
-    def __init__(self, name: str, source: Snapshot, place: AdapterDirectory) -> None:
+    def __init__(self, name: str, source: Snapshot, adapter_directory: AdapterDirectory) -> None:
         self.name = name
         self._source: Snapshot | None = source
-        self._place = place
+        self._adapter_directory = adapter_directory
         self._lock = asyncio.Lock()
 
     async def wait_for_directory(self) -> Path:
         """Return the directory of the adapter's files. The first call writes them in another thread.
 
-        Raises UserError if vLLM cannot apply the adapter, and OSError if it cannot be written now.
+        Raises UserError if vLLM cannot apply the adapter, and OSError if the files cannot be written now.
         """
         async with self._lock:
             if self._source is not None:
-                await asyncio.to_thread(self._place.write, self.name, self._source)
+                await asyncio.to_thread(self._adapter_directory.write, self.name, self._source)
                 self._source = None
-        return self._place.path / self.name
+        return self._adapter_directory.path / self.name
 
     async def remove(self) -> None:
-        """Remove the adapter's files. If they are being written, this waits first."""
+        """Remove the adapter's files. If another task is writing the files, wait until it has finished."""
         async with self._lock:
-            await asyncio.to_thread(self._place.remove, self.name)
+            await asyncio.to_thread(self._adapter_directory.remove, self.name)

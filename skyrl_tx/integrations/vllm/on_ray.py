@@ -36,7 +36,7 @@ SILENCE_S = 60.0
 _LOOK_S = 1.0
 _START_S = 5.0
 """If the actor has not started after this time, no node has the resources free, and a message says so."""
-_PASSED = ("HF_", "VLLM_")
+_PASSED_PREFIXES = ("HF_", "VLLM_")
 """Prefixes of the environment variables that vLLM gets from the engine."""
 _BUFFER_BYTES = 2**16
 
@@ -156,7 +156,7 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
         place = await _wait_for_node(actor, resources)
         print(f"vLLM runs on {place}, port {place.port}", flush=True)
         beats = asyncio.create_task(_beat(actor))
-        variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
+        variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_PREFIXES)}
         async with await asyncio.start_server(lambda *streams: forward(place, *streams), "127.0.0.1", port):
             lines = actor.run.options(num_returns="streaming").remote(list(command), place, adapters, variables)
             async for line in lines:

@@ -68,7 +68,7 @@ class VllmSampler(Sampler):
     @override
     def start(self, trainer: Capabilities) -> Capabilities:
         # Start a server if the operator named none.
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at level INFO
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at level INFO
         nesting = read_nesting(self._base_model)
         if nesting.prefix:
             _log.info("the base model's class has images, so vLLM gets adapters with modules %s…", nesting.prefix)
@@ -163,7 +163,7 @@ class VllmSampler(Sampler):
         while self._arrived:
             sample, delta = self._arrived.popleft()
             key = delta.request_id, delta.index
-            if self._open.get(key) is not sample:  # it was cancelled or has ended meanwhile
+            if self._open.get(key) is not sample:  # the sample was cancelled or has ended
                 continue
             if delta.stop_reason is not None or delta.error is not None:
                 del self._open[key]

@@ -1,7 +1,7 @@
-"""Draws each sample as a stream from a vLLM server, and starts it again on another server if that server is lost.
+"""Draws each sample as a stream from a vLLM server. If the server is lost, the sample starts again on another server.
 
-Samples whose prompts have the same beginning go to the same server, for its prefix cache, unless the server has more
-than its share of all open samples.
+Samples whose prompts have the same beginning go to the same server, because its prefix cache then has this beginning.
+If that server has too many open samples (see `_OVERLOAD`), a sample goes to another server.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Streams:
         base_model: str,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """`emit` is called with each sample's new tokens, and with its failure."""
+        """`emit` is called with each delta of a sample, which has new tokens or an error."""
         self._servers = servers
         self._config = config
         self._emit = emit
@@ -91,7 +91,7 @@ class Streams:
         """How many times samples were started again because a server was lost."""
 
     async def run(self, sample: RemoteSample) -> None:
-        """Draw a sample to its end. If it fails, its last delta has the error."""
+        """Draw a sample to its end. If the sample fails, its last delta has the error."""
         try:
             await self._run(sample)
         except SampleFailed as error:
@@ -229,8 +229,9 @@ def compute_affinity_key(request: SampleRequest) -> bytes:
 def choose_server(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
     """Choose the server of a new sample.
 
-    Uses rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). Servers that failed within the
-    last two seconds come last, and servers with more than their share of open samples come before those.
+    Uses rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). A server that has too many open
+    samples is chosen only if all servers have too many or are down. A server that failed within the last two seconds
+    is chosen only if all servers did.
     """
     bound = _OVERLOAD * (sum(server.num_open for server in servers) + 1) / len(servers)
 
@@ -239,7 +240,3 @@ def choose_server(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
         return server.is_down, server.num_open + 1 > max(bound, 1), digest
 
     return min(servers, key=get_rank)
-
-
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to the first, and only logs it; it refuses those above the second."""

@@ -46,8 +46,9 @@ class RunningSample(OpenSample):
     writes its key and value at this KV position. The host may not have read the tokens of
     dispatched steps yet.
 
-    After a preemption, decode steps compute the drawn tokens again one by one. Prefill chunks would
-    round differently.
+    A preemption removes the sample's keys and values from the KV cache. When the sample continues,
+    decode steps process the tokens that it has already drawn again, one by one: prefill chunks
+    would round differently.
     """
 
     adapter: int  # adapter slot
@@ -59,9 +60,10 @@ class RunningSample(OpenSample):
     end: int = field(init=False)
     """KV positions in use after the last step that the sample may take."""
     row: int = -1
-    """Its row in the last dispatched slice; -1 if it had none, or was preempted since."""
+    """The sample's row in the last dispatched decode slice (a fixed number of decode steps).
+    -1 if the sample had no row, or was preempted since."""
     table: BlockTableRow = field(default_factory=lambda: BlockTableRow([]))
-    """Its pages and its state slot; empty while the sample waits."""
+    """The pages and the state slot of the sample; empty while the sample waits."""
 
     def __post_init__(self) -> None:
         """Start after the prompt."""

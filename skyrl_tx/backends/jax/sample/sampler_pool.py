@@ -30,9 +30,9 @@ class SamplerPool:
 
     The weights are one `Adapter` whose arrays have a leading axis of slots.
 
-    They start with `num_slots` slots, including the slot of the base model, and a low rank. They
-    grow with the number of slots and the rank in use. Growing changes shapes, so programs are
-    compiled again.
+    The pool starts with `num_slots` slots, including the slot of the base model, and a low rank. It
+    grows when a sampler needs another slot or has a higher rank. Growing changes shapes, so
+    programs are compiled again.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class SamplerPool:
         return self._adapters if any_used else None
 
     def gather(self, slots: Sequence[int]) -> GatheredAdapter:
-        """Return all adapters, plus copies of those in `slots` row by row.
+        """Return all adapters, plus a copy of the adapter in each of `slots`.
 
-        A copy is valid until the next call.
+        The copies are valid until the next call.
         """
         key = tuple(slots)
         if self._last_gathered is None or self._last_gathered[0] != key:
