@@ -21,7 +21,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """The database that the artifacts belong to, see `store.identity`."""
 
     store_id: str
+    """Random id of the database."""
     epoch: int
+    """Counter that grows with each claim. A database with a smaller epoch is an older copy."""
     unclaimed: tuple[ArtifactId, ...] = ()
     """Artifacts that a different or newer database may refer to. Garbage collection keeps them."""
 
@@ -117,14 +119,14 @@ class ArtifactStore(ABC):
     def collect(
         self, keep: Collection[ArtifactId], now: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
-        """Collect garbage: take away all artifacts except `keep`, and return their ids.
+        """Collect garbage: trash or remove all artifacts except `keep`. Returns the removed ids.
 
         Checkpoints and snapshots are moved to the trash, because a user may miss them. Other
         artifacts are removed. The files of interrupted creations are removed as well.
 
         Artifacts that were younger than `min_age_s` at the time `now` are kept, because the
-        row that refers to them may have been committed after the caller read `keep`. `now`
-        None means now.
+        row that refers to them may have been committed after the caller read `keep`. The
+        default of `now` is the current time.
         """
 
     @abstractmethod

@@ -29,7 +29,9 @@ T = TypeVar("T")
 _PART_BYTES = 16 * 2**20
 """Size of a part of an upload or a download. S3 allows 10,000 parts per object."""
 _CONCURRENT = 4
+"""How many parts of an object are transferred at the same time."""
 _PATIENCE_S = 30.0
+"""A call that has taken longer than this is not repeated."""
 _DENIED = "access denied"
 _CLIENT: "ClientConfig" = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: "RetryConfig" = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
@@ -55,9 +57,10 @@ class Bucket:
     """The objects in an obstore store. All methods raise ArtifactsUnreachable."""
 
     def __init__(self, store: ObjectStore, name: str, *, patience_s: float = _PATIENCE_S) -> None:
-        """Use a store. Messages show `name`, for example its URL.
+        """Use an obstore store. Messages show `name`, for example the URL of the store.
 
-        A call that failed after `patience_s` is not retried, because obstore has retried it already.
+        A call that takes longer than `patience_s` and then fails is not repeated, because obstore
+        has repeated its requests already.
         """
         self._store = store
         self.name = name
@@ -103,7 +106,8 @@ class Bucket:
     def create(self, path: str, content: bytes) -> bool:
         """Write an object that does not exist yet. Return False if it exists.
 
-        It may exist because an earlier attempt of this call succeeded, but its response was lost.
+        The object may also exist because an earlier attempt of this call succeeded, and only the
+        response was lost.
         """
 
         def create() -> bool:
@@ -213,8 +217,8 @@ def _call_with_retries(verb: str, path: str, call: Callable[[], T], patience_s: 
     """Make a call up to three times and return its result.
 
     obstore itself does not retry a request if the connection broke during the response. Raises
-    ArtifactsUnreachable, which is not chained to the last error, because a traceback would show its
-    text.
+    ArtifactsUnreachable. It is not chained to the last error of obstore, because a traceback would
+    show the text of that error, which may contain credentials.
     """
     started = time.monotonic()
     for is_last in (False, False, True):

@@ -16,14 +16,14 @@ from skyrl_tx.contract.ids import ArtifactId
 class ArtifactCache:
     """A directory of complete artifacts that multiple processes may share.
 
-    An artifact in use has a shared file lock. It is removed only under an exclusive lock, so that
-    no process removes an artifact that another process uses.
+    A process that uses an artifact holds a shared file lock on it. To remove an artifact, a process
+    needs an exclusive lock, so no process removes an artifact that another process uses.
     """
 
     def __init__(self, root: Path, *, max_bytes: int, min_free_bytes: int = 0) -> None:
         """Use a directory.
 
-        The cache exceeds `max_bytes` only if more artifacts are in use at the same time.
+        The cache exceeds `max_bytes` only if the artifacts in use need more space.
         """
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
@@ -38,7 +38,7 @@ class ArtifactCache:
     def keep_local(self, artifact_id: ArtifactId) -> Generator[bool]:
         """Keep an artifact in the cache while the context is open.
 
-        Yield False if it is not in the cache.
+        Yield whether the artifact is in the cache.
         """
         path = self.get_path(artifact_id)
         try:
@@ -75,7 +75,7 @@ class ArtifactCache:
     def add(self, folder: Path, artifact_id: ArtifactId) -> None:
         """Move a complete directory into the cache, unless the artifact is there already.
 
-        Then evict if necessary.
+        If the cache is then too large, evict other artifacts.
         """
         try:
             folder.rename(self.get_path(artifact_id))
@@ -105,7 +105,7 @@ class ArtifactCache:
     def _evict(self, num_bytes: int, *, kept: ArtifactId | None = None) -> None:
         """Remove the least recently used artifacts until there is space for `num_bytes` more.
 
-        Keep `kept`.
+        The artifact `kept` and artifacts in use are not removed.
         """
         paths = [path for path in self._root.iterdir() if ARTIFACT_ID.fullmatch(path.name)]
         sizes = {path: compute_size_bytes(path) for path in sorted(paths, key=_get_use_time)}

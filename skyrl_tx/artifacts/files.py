@@ -1,7 +1,7 @@
 """The files of an artifact and their manifest.
 
-`seal` hashes the files and writes the manifest. `verify` compares the files with it. Files may be
-encrypted, see `skyrl_tx.artifacts.encryption`.
+`seal` hashes the files and writes the manifest. `verify` compares the files with the manifest.
+Files may be encrypted, see `skyrl_tx.artifacts.encryption`.
 """
 
 import errno
@@ -25,6 +25,7 @@ ARTIFACT_ID = re.compile(r"art-[0-9a-f]{32}")
 MANIFEST = "manifest.json"
 _SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
 Stamp = Mapping[str, tuple[int, int, int]]
+"""Inode, size and modification time of each file. If they are unchanged, so is the file."""
 
 
 class ArtifactMissing(Exception):
@@ -36,7 +37,7 @@ class ArtifactCorrupt(Exception):
 
 
 class ArtifactsUnreachable(OSError):
-    """A request to the object store failed after all retries. It may succeed later."""
+    """A request to the object store failed after all retries. A later request may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EREMOTEIO, message)

@@ -112,7 +112,7 @@ class LocalArtifacts(ArtifactStore):
     ) -> list[ArtifactId]:
         """Collect garbage. Does nothing while another process holds `pin`."""
         now = time.time() if now is None else now
-        taken: list[ArtifactId] = []
+        collected: list[ArtifactId] = []
         kept = frozenset(keep)
         with self._lock_for_removal() as may_remove:
             for path in sorted(self._root.iterdir()) if may_remove else ():
@@ -123,9 +123,9 @@ class LocalArtifacts(ArtifactStore):
                     and path.name not in kept
                     and now - _get_modification_time(path) >= min_age_s
                 ):
-                    self._take_away(path)
-                    taken.append(ArtifactId(path.name))
-        return taken
+                    self._trash_or_remove(path)
+                    collected.append(ArtifactId(path.name))
+        return collected
 
     def remove(self, artifact_id: ArtifactId) -> bool:
         """Remove an artifact. Return False if another process holds `pin`."""
@@ -252,7 +252,7 @@ class LocalArtifacts(ArtifactStore):
                 return
             yield True
 
-    def _take_away(self, path: Path) -> None:
+    def _trash_or_remove(self, path: Path) -> None:
         if not _is_missed(path):
             _log.debug("removed unreferenced artifact %s", path.name)
             self._remove(path)

@@ -1,7 +1,7 @@
 """The location of artifacts: the data directory, or an object store (`--artifacts`).
 
-The data directory records the URL of its object store, so that commands find it and no server uses
-another one.
+The data directory records the URL of its object store. So commands find the object store, and no
+server uses another object store by mistake.
 """
 
 import os
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 DIRECTORY = "artifacts"
 CACHE = "artifact-cache"
 _RECORD = "artifacts.url"
+"""File in the data directory with the URL of the object store."""
 _FORGET = "artifacts.forget"
+"""File in the data directory that asks to delete the identity in the object store."""
 _SCHEMES = ("s3", "gs", "az", "file")
 
 
@@ -72,7 +74,7 @@ def open_artifacts(
         max_cache_bytes: Size of the cache of an object store on this machine.
         min_free_bytes: Free space on the disk that new artifacts must leave.
         is_recorded: Whether to record `url`, so that the directory cannot be used with another URL later.
-        interactive_timeout_s: Time limit for calls of an object store on which a client waits. The
+        interactive_timeout_s: Time limit for a call to the object store while a client waits. The
             default is the limit of uploads and downloads, a minute.
 
     Raises:
@@ -95,7 +97,7 @@ def open_artifacts(
     if not is_recorded:
         return artifacts
 
-    # Record the URL, and forget the identity if `forget_identity` asked for it.
+    # Record the URL, and delete the identity if `forget_identity` could not delete it.
     if recorded is None:
         write_note(data_dir, _RECORD, bucket.name)
     if (data_dir / _FORGET).exists():
@@ -128,7 +130,7 @@ def open_bucket(data_dir: Path, url: str, *, timeout_s: float | None = None) -> 
 def forget_identity(data_dir: Path) -> None:
     """Delete the identity of the artifacts because their database is damaged.
 
-    In an object store, this happens when the artifacts are opened the next time.
+    The identity in an object store is deleted when a server opens the artifacts the next time.
     """
     LocalArtifacts(data_dir / DIRECTORY).forget_identity()
     if read_recorded_url(data_dir) is not None:

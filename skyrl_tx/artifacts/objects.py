@@ -99,7 +99,7 @@ class ObjectArtifacts(ArtifactStore):
         self._interactive = interactive or bucket
         self._cache = cache
         self._verified = VerificationCache()
-        self._known: frozenset[ArtifactId] | None = None
+        self._known: frozenset[ArtifactId] | None = None  # the artifacts at the last `write_identity`
 
     @property
     def location(self) -> str:
@@ -186,7 +186,7 @@ class ObjectArtifacts(ArtifactStore):
         """Collect garbage, including the objects of creations that were interrupted a day ago."""
         now = self._read_clock() if now is None else now
         kept = frozenset(keep)
-        taken: list[ArtifactId] = []
+        collected: list[ArtifactId] = []
         self._cache.clean()
         for artifact_id, objects in sorted(self._list_all().items()):
             if _REMOVING in objects.by_name:
@@ -194,9 +194,9 @@ class ObjectArtifacts(ArtifactStore):
                 continue
             self._remove_interrupted(artifact_id, objects, now)
             if objects.is_live and artifact_id not in kept and now - objects.modified_at >= min_age_s:
-                self._take_away(artifact_id, objects)
-                taken.append(artifact_id)
-        return taken
+                self._trash_or_remove(artifact_id, objects)
+                collected.append(artifact_id)
+        return collected
 
     @override
     def remove(self, artifact_id: ArtifactId) -> bool:
@@ -312,8 +312,7 @@ class ObjectArtifacts(ArtifactStore):
     def _find_existing(self, artifact_id: ArtifactId) -> Artifact | None:
         """Return the artifact if it exists, or None.
 
-        If its removal was interrupted, the removal is completed. If it is in the trash, it is
-        restored.
+        Restores an artifact that is in the trash, and completes a removal that was interrupted.
         """
         objects = self._list_objects(artifact_id)
         if _REMOVING in objects.by_name:
@@ -364,7 +363,7 @@ class ObjectArtifacts(ArtifactStore):
             verify(copy, manifest)
             self._cache.add(copy, artifact_id)
 
-    def _take_away(self, artifact_id: ArtifactId, objects: _Objects) -> None:
+    def _trash_or_remove(self, artifact_id: ArtifactId, objects: _Objects) -> None:
         try:
             manifest = self._read_manifest(artifact_id)
         except ArtifactCorrupt:

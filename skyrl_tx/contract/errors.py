@@ -8,7 +8,10 @@ MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorCategory(StrEnum):
-    """The side that has to fix an error (see tinker/types/request_error_category.py)."""
+    """The side that has to fix an error: the client or the server.
+
+    See tinker/types/request_error_category.py.
+    """
 
     USER = "user"
     SERVER = "server"
@@ -18,8 +21,8 @@ class ErrorCategory(StrEnum):
 class RequestError(Exception):
     """One request failed. The client receives the message.
 
-    A message may quote text of the client. Hidden characters in it are replaced, and a long message
-    is truncated, so every database can store it.
+    A message may quote text of the client. Hidden characters in the message are replaced, and a
+    long message is truncated, so that every database can store the message.
     """
 
     category = ErrorCategory.UNKNOWN

@@ -22,7 +22,11 @@ MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class NumberField:
-    """The numbers from `low` to `high`, without the bound that `excludes` names, and those in `also`."""
+    """The numbers that a field accepts: from `low` to `high`, and the numbers in `also`.
+
+    `excludes` names a bound that is not accepted itself. For example, `NumberField(0, 1,
+    excludes="low")` accepts 1 and 0.5, but not 0.
+    """
 
     low: float
     high: float
@@ -31,7 +35,10 @@ class NumberField:
     also: tuple[int, ...] = ()
 
     def accepts(self, value: float, high: float) -> bool:
-        """Return whether a number is in the range. NaN is in no range."""
+        """Return whether the field accepts a number, with `high` as the upper bound.
+
+        NaN is never accepted.
+        """
         if value in self.also:
             return True
         if self.is_integer and value != value // 1:
@@ -85,7 +92,7 @@ NUMBERS: Mapping[str, NumberField] = {
     "int64": NumberField(-(2**63), 2**63 - 1, is_integer=True),
 }
 _ANY = NumberField(-MAX_FLOAT32, MAX_FLOAT32)
-"""A number of a loss of another package."""
+"""The range of a setting of a loss that another package defines. Its name is not in `NUMBERS`."""
 _IN_ORDER = (("clip_low_threshold", "clip_high_threshold"),)
 """Pairs of fields. The first number must not be greater than the second."""
 
@@ -99,10 +106,10 @@ def check_number(name: str, value: float, *, field: str | None = None, high: flo
         field: The name of the field in `NUMBERS`. By default, it is the last part of `name`.
         high: The highest number that the backend supports.
     """
-    number = NUMBERS.get(field or name.rpartition(".")[2], _ANY)
-    limit = number.high if high is None else min(high, number.high)
-    if not number.accepts(value, limit):
-        raise FieldError(f"{name} {str(value)[:100]} must be {number.describe(limit)}", name)
+    allowed = NUMBERS.get(field or name.rpartition(".")[2], _ANY)
+    limit = allowed.high if high is None else min(high, allowed.high)
+    if not allowed.accepts(value, limit):
+        raise FieldError(f"{name} {str(value)[:100]} must be {allowed.describe(limit)}", name)
 
 
 def check_order(prefix: str, values: Mapping[str, float]) -> None:
@@ -115,9 +122,9 @@ def check_order(prefix: str, values: Mapping[str, float]) -> None:
 
 
 def make_integers(values: Sequence[float], dtype: str, name: str) -> NumberArray:
-    """Return an integer array. Raises FieldError for the first number that is no such integer."""
-    array, number = np.array(values, np.float64), NUMBERS[dtype]
-    wrong = ~((array >= number.low) & (array < number.high + 1.0) & (array == np.floor(array)))
+    """Return an integer array. Raises FieldError for the first number that `dtype` cannot hold."""
+    array, allowed = np.array(values, np.float64), NUMBERS[dtype]
+    wrong = ~((array >= allowed.low) & (array < allowed.high + 1.0) & (array == np.floor(array)))
     if wrong.any():
         index = int(np.argmax(wrong))
         check_number(f"{name}[{index}]", values[index], field=dtype)

@@ -1,7 +1,7 @@
 """Decide whether a request may start. The default starts all requests; an app may enforce quotas.
 
-The engine calls `may_start` when there is capacity for a request. It asks again only if the answer
-was to wait.
+The engine calls `may_start` when there is capacity for a request. If the answer is to wait, the
+engine calls `may_start` for this request again later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The request stays in its queue. It blocks later requests of its model or session."""
+    """The request stays in its queue, and later requests of its model or session wait behind it."""
 
     reason: str
 
@@ -52,8 +52,8 @@ class Admission:
     is_counting_usage = False
     """Whether there are quotas that need usage counts, for example tokens per day.
 
-    If so, the engine calls `record_start`, `record_drawn`, `record_end` and `list_pauses`, and calls
-    `may_start` again to count the waiting requests that are paused.
+    If so, the engine calls `record_start`, `record_drawn`, `record_end` and `list_pauses`, and
+    calls `may_start` again to count the waiting requests that are paused.
     """
 
     def refresh(self) -> None:
@@ -70,10 +70,13 @@ class Admission:
         """Charge a request that is about to start with the most tokens that it can use."""
 
     def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
-        """Count the tokens of a sample that ends or is cancelled, and settle its charge."""
+        """Count the tokens of a sample that ends or is cancelled.
+
+        Settle the charge: `record_start` charged the most tokens that the sample could use.
+        """
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
-        """Count a result, and settle the charge of the request.
+        """Count a result, and settle the charge that `record_start` made for the request.
 
         The request may have failed before it started, or started in a previous engine.
         """

@@ -141,7 +141,7 @@ class Engine:
             _log.info("engine stopped cleanly")
         finally:
             if stop.is_set():
-                # Wait until the attempt counts of running requests are taken back. A stop is no crash,
+                # Wait until the attempt counts of running requests are decremented. A stop is no crash,
                 # even if an exception ended it.
                 undoing.join()
             attempts.close()
@@ -263,7 +263,7 @@ class Engine:
 
 
 class _Loop:
-    """The components that the engine's loop drives, and one turn of the loop."""
+    """The components of the engine that the loop calls, and one turn of the loop."""
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore, last_active_at: float | None) -> None:
         self._context, capabilities = context, context.capabilities
@@ -354,9 +354,10 @@ class _Loop:
         self._pruning_at = time.monotonic() + pause_s
 
     def get_sample_load(self) -> engine_state.SampleLoad:
-        """Return the number and bytes of the unfinished samples up to `position`, for the status row.
+        """Return the number and bytes of the unfinished samples that this engine has read.
 
-        The API process adds the sample requests that it has stored after `position`.
+        `position` is the position of the last request that was read. The API process adds the
+        sample requests that it has stored after `position`.
         """
         return engine_state.SampleLoad(
             position=self._intake.position,
@@ -431,8 +432,8 @@ class _Loop:
 
         The loop wakes up when a request stops waiting for a missing sequence number (see
         `gap_timeout_s`), and at least once a second. An engine that shares its database wakes up
-        more often, to check the other engines. Deadlines count only the time in which the API was up,
-        because a client cannot send the missing request while the API is down.
+        more often, to check the other engines. Deadlines count only the time in which the API was
+        up, because a client cannot send the missing request while the API is down.
         """
         deadline = self._schedule.get_next_deadline()
         longest_s = _MAX_WAIT_S if not self._context.store.is_shared else membership.PERIOD_S

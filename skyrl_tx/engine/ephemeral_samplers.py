@@ -33,15 +33,15 @@ def make_sampler_id(request_id: RequestId) -> SamplerId:
 
 @dataclass(slots=True, kw_only=True)
 class _UnwrittenSampler:
-    """A sampler without files.
-
-    `error` is the error of the last write, or None while it is being written.
-    """
+    """A sampler without files."""
 
     model_id: ModelId
     effect_order: int
+    """Number of the model's log record that saved the sampler."""
     snapshot: Snapshot
+    """The weights of the sampler."""
     error: Exception | None = None
+    """The error of the last write, or None while the sampler is being written."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,10 @@ class EphemeralSamplers:
             )
 
     def add(self, sampler: SamplerId, model_id: ModelId, effect_order: int, snapshot: Snapshot) -> None:
-        """Start to write the sampler of the model's log record number `effect_order`, unless it is pending."""
+        """Start to write a sampler, unless it is being written already.
+
+        `effect_order` is the number of the model's log record that saved the sampler.
+        """
         if sampler in self._unwritten:
             return
         self._lost.pop(sampler, None)
@@ -76,7 +79,7 @@ class EphemeralSamplers:
         self._write(sampler, blocks=len(self._unwritten) > self.max_pending)
 
     def is_missing(self, session_id: SamplingSessionId, sampler: SamplerId) -> bool:
-        """Whether the files of the sampler of a sampling session are missing."""
+        """Whether a sampling session uses a sampler, and the files of `sampler` are missing."""
         row = self.store.read(lambda tx: sampling_sessions.get(tx, session_id))
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
@@ -91,10 +94,11 @@ class EphemeralSamplers:
         return lost
 
     def find_lost_model(self, sampler: SamplerId) -> ModelId | None:
-        """Return the model of a sampler that another engine lost, because it ended before the write.
+        """Return the model of a sampler that another engine lost.
 
-        Returns None for other samplers, and for an engine that does not share its database. Such an
-        engine finds lost samplers at its start (`find_lost`).
+        That engine ended before the files of the sampler were written. Returns None for other
+        samplers, and for an engine that does not share its database. Such an engine finds lost
+        samplers at its start (`find_lost`).
         """
         if not self.store.is_shared or self._has_files(sampler):
             return None
@@ -103,14 +107,14 @@ class EphemeralSamplers:
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
         """Record why samplers cannot be used.
 
-        If their model is restored, they can be used again.
+        If their model is restored later, the samplers can be used again.
         """
         self._lost.update(dict.fromkeys(lost, reason))
 
     def get_pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
         """Return the weights of a sampler that is not written yet, else None.
 
-        Raises ServerError if it is lost.
+        Raises ServerError if the sampler is lost.
         """
         if sampler in self._lost:
             raise ServerError(self._lost[sampler])
@@ -124,7 +128,7 @@ class EphemeralSamplers:
     def has_unwritten(self, model_id: ModelId, up_to: int | None = None) -> bool:
         """Whether a sampler of this model is not written yet.
 
-        `up_to` limits this to log records up to that number.
+        With `up_to`, only samplers of log records up to this number count.
         """
         by_model = [unwritten for unwritten in self._unwritten.values() if unwritten.model_id == model_id]
         return any(up_to is None or unwritten.effect_order <= up_to for unwritten in by_model)

@@ -24,13 +24,13 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True, kw_only=True)
 class RowLimit(Generic[Key]):
-    """A limit for groups of rows, for example for the points of one run.
+    """A limit for the number of rows in each group, for example of the points in one run.
 
-    Housekeeping removes the excess.
+    Housekeeping removes the rows that exceed the limit.
     """
 
     find_superfluous: Callable[[Session, Key], Sequence[Any]]
-    """Returns the keys of the rows of a group to remove."""
+    """Returns the keys of the rows that a group has too many."""
     remove: Callable[[Session, Sequence[Any]], object]
     """Removes rows by their keys. Called with a limited number of keys."""
     grown: set[Key] = field(default_factory=set[Key])
@@ -62,7 +62,7 @@ class ResultObserver:
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows | None:
-        """Observe an optimizer step. `model.num_steps` includes it."""
+        """Observe an optimizer step. `model.num_steps` includes this step."""
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
@@ -75,9 +75,10 @@ class ResultObserver:
     def observe_drawn(
         self, queued: QueuedRequest, drawn: DrawnTokens, origin: Origin, device_s: float
     ) -> ObserverRows | None:
-        """Observe the tokens of a sample request, also if it was cancelled or its session ended.
+        """Observe the tokens of a sample request that ended in any way.
 
-        These rows are always written.
+        The request may have completed, or been cancelled, or its session may have ended. Unlike the
+        rows of the other methods, these rows are written even if the request already has a result.
         """
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
@@ -91,17 +92,18 @@ class RetentionClock:
     now: float
     settings: EngineSettings
     extend: Callable[[float], float]
-    """Extends a retention that clients can renew.
+    """Extends a retention, in seconds, that clients can renew by using the data.
 
-    It is infinite after an outage of the API, until clients have had time to return.
+    After an outage of the API, the extended retention is infinite until clients have had time to
+    return. Otherwise it is the same as before.
     """
     spare_bytes: float = math.inf
     """Free space on the disk of the artifacts, see `ArtifactStore.get_spare_bytes`."""
 
     def compute_cutoff(self, retention_s: float) -> float:
-        """Return the age limit as a time, for a retention that clients can renew.
+        """Return the time before which rows may be removed.
 
-        Older rows may be removed.
+        `retention_s` is a retention that clients can renew.
         """
         return self.now - self.extend(retention_s)
 
@@ -136,4 +138,4 @@ class EngineExtension:
     """Makes the observer of results."""
     retention: Sequence[RetentionRule] = ()
     admission: MakeAdmission | None = None
-    """Makes the object that decides which requests start. At most one feature may have it."""
+    """Makes the object that decides which requests start. At most one feature may set this."""

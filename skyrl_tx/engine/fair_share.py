@@ -1,17 +1,19 @@
 """Share the device between owners by weight: the owner with the least virtual time is next.
 
-An owner's virtual time grows by the work that it gets, divided by its weight. An owner that was idle
-starts again at the virtual time of the work that started last, so idle time earns no credit
-(start-time fair queuing, Goyal, Vin and Cheng 1996).
+An owner's virtual time grows by the work that the owner gets, divided by the owner's weight. An
+owner whose virtual time is behind has credit: the owner is served first until it has
+caught up. An owner that was idle starts again at the virtual time of the work that started last, so
+idle time earns no credit (start-time fair queuing, Goyal, Vin and Cheng 1996).
 """
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 _MAX_OWNERS = 1024
-"""At this many owners, `FairShare` forgets owners that are not ahead of the current virtual time.
+"""When `FairShare` has this many owners, it forgets some of them.
 
-A forgotten owner gets the current virtual time again with its next request.
+It forgets each owner whose virtual time is not above the current one. A forgotten owner loses only
+its credit: with the next request, the owner gets the current virtual time.
 """
 
 
@@ -61,15 +63,15 @@ class FairShare:
         self._current = {False: 0.0, True: 0.0}
 
     def drop_credit(self, owner: str) -> None:
-        """Raise the virtual time of an owner to the current one, so that it has no credit.
+        """Raise the virtual time of an owner to the current one, so that the owner has no credit.
 
         Called when an idle owner has a new request, and while an owner waits, for example for a
-        quota. Idle time and time spent waiting earn no credit.
+        quota. Otherwise the owner would be served first, to make up for the time without work.
         """
         if len(self._times) >= _MAX_OWNERS:
             self._times = {name: time for name, time in self._times.items() if time.work > self._current[time.is_last]}
-        is_last, at = self.get_virtual_time(owner)
-        self._times[owner] = VirtualTime(is_last, max(at, self._current[is_last]))
+        is_last, work = self.get_virtual_time(owner)
+        self._times[owner] = VirtualTime(is_last, max(work, self._current[is_last]))
 
     def charge(self, owner: str, amount: float) -> None:
         """Charge an owner for work that starts now, for example its number of tokens."""

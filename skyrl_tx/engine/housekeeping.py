@@ -31,15 +31,21 @@ _log = logging.getLogger(__name__)
 _NOTHING_REMOVED = "no artifact is removed now"
 _CHECK_PERIOD_S = 0.05
 _MAX_CLOCK_STEP_S = 5.0
-"""Difference between the two clocks that counts as a set clock or a suspended machine."""
+"""Difference in progress between the time of day and the monotonic clock, in seconds.
+
+A larger difference means that somebody set the clock, or that the machine was suspended.
+"""
 _BATCH_ROWS = 500
-"""Rows that one transaction removes beyond a limit, for example points of a run."""
+"""How many rows that exceed a limit one transaction removes, for example points of a run."""
 _STEADY_CLOCK_S = 3600.0
-"""Nothing expires for this long after the clock was set: it may be wrong, and corrected soon."""
+"""Nothing expires for this long after the clock was set.
+
+The clock may be wrong, and corrected soon.
+"""
 _MAX_CHECK_GAP_S = 60.0
 """Maximum uptime that one check adds to `get_continuous_s`.
 
-A busy engine cannot know what happened in between.
+If the engine was busy for longer, it cannot know whether the API was up all the time.
 """
 
 
@@ -52,15 +58,15 @@ class ApiUptime:
 
     Clients can send requests only during this time.
 
-    Heartbeats have the time of day. It also advances while the machine is suspended, and jumps when
-    somebody sets the clock. Both count as an outage. They are detected by comparison with the
-    monotonic clock, which does neither.
+    Heartbeats are stored with the time of day. The time of day jumps when somebody sets the clock,
+    and it advances while the machine is suspended. The monotonic clock does neither, so a
+    comparison of the two clocks detects both. Both count as an outage.
     """
 
     def __init__(self, store: Store, last_active_at: float | None = None) -> None:
-        """`last_active_at` is when an engine was last active, if one ever was.
+        """`last_active_at` is when an engine was last active, or None if no engine ever ran.
 
-        A clock that was set while no engine ran looks like a long time without an engine.
+        If that is more than `_STEADY_CLOCK_S` ago, the clock may have been set while no engine ran.
         """
         self._store = store
         self._checked_at, self._checked_time_of_day = time.monotonic(), time.time()
@@ -88,8 +94,8 @@ class ApiUptime:
         return self._continuous_s
 
     def _check(self) -> None:
-        # Compare the two clocks. Checks are limited, because looking for the API takes a system
-        # call.
+        # Compare the two clocks. Checks within `_CHECK_PERIOD_S` are skipped, because looking for the
+        # API takes a system call.
         elapsed = time.monotonic() - self._checked_at
         jump = time.time() - self._checked_time_of_day - elapsed
         has_jumped = abs(jump) > _MAX_CLOCK_STEP_S
@@ -123,7 +129,10 @@ class Housekeeping:
     sampling: SamplingExecutor
     api_uptime: ApiUptime
     claims: list[identity.Claim] = field(default_factory=list[identity.Claim])
-    """At most one claim of an object store, which the next garbage collection uses."""
+    """At most one claim of an object store, which the next garbage collection uses.
+
+    A claim is the permission to remove unreferenced artifacts, see `store.identity`.
+    """
 
     def evict_idle_models(self, is_waiting: Callable[[ModelId], bool], now: float) -> None:
         """Evict models of closed sessions, unless they have running or waiting requests."""
@@ -145,8 +154,8 @@ class Housekeeping:
     def fail_orphaned_samples(self, now: float) -> None:
         """Fail the samples of closed sessions, because their clients can no longer fetch them."""
         for session_id in self.sampling.list_sessions():
-            if (how := self._describe_session_end(session_id, now)) is not None:
-                self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
+            if (ending := self._describe_session_end(session_id, now)) is not None:
+                self.sampling.end_session(session_id, f"its session {ending}; begin a new one to sample again")
 
     def expire(self, now: float) -> None:
         """Remove data past its retention, for example models, and close silent sessions."""
@@ -167,12 +176,12 @@ class Housekeeping:
     def collect_garbage(self, read_position: int, now: float, *, is_keeper: bool = True) -> None:
         """Evict unreferenced samplers. The keeper also starts to remove unreferenced artifacts.
 
-        Nothing is removed while there are requests after `read_position`, which this engine has not
-        read. They may refer to an artifact whose other references have just been removed. Samples
-        that wait or run in other engines count as references.
+        Nothing is removed while the database has requests after `read_position`. This engine has
+        not read these requests, and they may refer to an artifact whose other references have just
+        been removed. Samples that wait or run in other engines count as references.
         """
 
-        def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
+        def read_references(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
             unread = futures.list_pending(tx, read_position, 1, engine=self.context.store.engine_number)
             return bool(unread), checkpoints.find_referenced_artifacts(tx)
 
@@ -181,7 +190,7 @@ class Housekeeping:
         claim = self._claim() if is_keeper and self.api_uptime.has_steady_clock() else None
         if is_keeper and claim is None:
             return
-        has_unread, referenced = self.context.store.read(look)
+        has_unread, referenced = self.context.store.read(read_references)
         if has_unread:
             _log.debug("no artifact is removed now: there are unread requests")
             return
@@ -245,7 +254,7 @@ class Housekeeping:
         return self.context.store.vacuum() or is_full
 
     def trim_tables(self) -> None:
-        """Start to remove rows beyond limits of features, for example old points of long runs."""
+        """Start to remove rows that exceed limits of features, for example old points of runs."""
         store = self.context.store
         grown = [(limit, limit.grown) for limit in self.context.observers.list_row_limits() if limit.grown]
         for limit, _ in grown:
@@ -279,10 +288,7 @@ class Housekeeping:
         return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
     def _extend_timeout_s(self, limit_s: float) -> float:
-        """Extend a timeout or retention after an outage.
-
-        It is infinite until clients have had time to return.
-        """
+        """Return `limit_s`, or infinity after an outage until clients have had time to return."""
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
         return limit_s if self.api_uptime.get_continuous_s() >= min(limit_s, enough_s) else math.inf

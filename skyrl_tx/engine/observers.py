@@ -1,4 +1,7 @@
-"""Call the observers of all features, and find the origin of sampled weights."""
+"""Call the result observers of all optional features.
+
+This module also finds the origin of sampled weights: their model and its number of optimizer steps.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -20,11 +23,16 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import BASE_WEIGHTS, Origin
 
 _MAX_ORIGINS = 4096
+"""How many origins are kept in memory. The oldest entry is dropped first."""
 
 
 @dataclass(slots=True)
 class ResultObservers:
-    """Calls all observers for a completed request, and combines the rows that they write."""
+    """Calls all observers for a completed request.
+
+    Each observer returns a function that writes rows. The functions of all observers are combined
+    into one.
+    """
 
     store: Store
     observers: Sequence[ResultObserver] = ()
@@ -47,7 +55,7 @@ class ResultObservers:
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows | None:
-        """Return the rows about an optimizer step. `model.num_steps` includes it."""
+        """Return the rows about an optimizer step. `model.num_steps` includes this step."""
         return _combine_rows(observer.observe_step(queued, model, output, time) for observer in self.observers)
 
     def observe_sample(
@@ -75,29 +83,30 @@ class ResultObservers:
         return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
 
     def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
-        """Remember the optimizer step of an ephemeral sampler.
+        """Remember the origin of a new ephemeral sampler.
 
-        In-flight sessions forget it at the next save.
+        In-flight sampling sessions need this: the next save of the model gives them newer weights,
+        and the database then no longer has the step of this sampler.
         """
         self._remember_origin(None, sampler, Origin(model.model_id, model.num_steps))
 
-    def _find_origin(self, name: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
-        if sampler is None or name is None:
+    def _find_origin(self, session_id: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
+        if sampler is None or session_id is None:
             return BASE_WEIGHTS
-        origin = self._origins.get((name, sampler)) or self._origins.get((None, sampler))
+        origin = self._origins.get((session_id, sampler)) or self._origins.get((None, sampler))
         if origin is None:
-            origin = self.store.read(lambda tx: sampling_sessions.find_origin(tx, name, sampler))
-            self._remember_origin(name, sampler, origin)
+            origin = self.store.read(lambda tx: sampling_sessions.find_origin(tx, session_id, sampler))
+            self._remember_origin(session_id, sampler, origin)
         return origin
 
-    def _remember_origin(self, name: SamplingSessionId | None, sampler: SamplerId, origin: Origin) -> None:
+    def _remember_origin(self, session_id: SamplingSessionId | None, sampler: SamplerId, origin: Origin) -> None:
         if len(self._origins) >= _MAX_ORIGINS:
             self._origins.popitem(last=False)
-        self._origins[name, sampler] = origin
+        self._origins[session_id, sampler] = origin
 
 
 def _combine_rows(rows: Iterable[ObserverRows | None]) -> ObserverRows | None:
-    """Combine functions that write rows. Returns None if there are none."""
+    """Combine functions that write rows into one. Returns None if there are no functions."""
     present = [write for write in rows if write is not None]
     if len(present) < 2:
         return present[0] if present else None

@@ -49,9 +49,10 @@ class QueuedRequest(StoredRequest):
     """A decoded request."""
 
     request: Request | None
-    """The decoded request.
+    """The content of the request.
 
-    None for a pass whose body has not been read. A damaged request is a `Rejected` with the reason.
+    None for a pass whose body has not been read. The content of a damaged request is a `Rejected`
+    with the reason.
     """
     num_bytes: int = 0
     """Estimated memory of this request."""
@@ -106,8 +107,10 @@ class QueuedRequest(StoredRequest):
 class DeliveryAttempts:
     """Counts delivery attempts in the database. Thread-safe.
 
-    A result and a clean stop remove the count of a request, a crash leaves it. While `runs_one_at_a_time` is
-    set, requests run one at a time, so a crash is caused by the request that was running.
+    An attempt is counted before the engine starts a request. The count is removed when the request
+    has a result, and when the engine stops cleanly. A crash leaves the count, so the next engine
+    knows which requests were running. While `runs_one_at_a_time` is set, requests run one at a
+    time, so a crash is caused by the request that was running.
     """
 
     def __init__(self, store: Store) -> None:
@@ -154,8 +157,8 @@ class DeliveryAttempts:
     def undo_all_on_stop(self, stop: threading.Event) -> None:
         """Wait for `stop`, then undo the counts of all running requests and count no more.
 
-        Then no count is left even if the process is killed because it stops too slowly. This needs
-        its own thread, because the engine's thread may be waiting for the device.
+        Then no count is left even if the process is killed because it stops too slowly. A separate
+        thread calls this method, because the engine's thread may be waiting for the device.
         """
         stop.wait()
         with self._lock:
@@ -183,6 +186,7 @@ class RequestLog:
     """Called for each request that has a result."""
     _pending: deque[Future[Any]] = field(default_factory=deque[Future[Any]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
+    """When the time of the last request was last written for each model."""
 
     def commit(
         self,
@@ -209,9 +213,11 @@ class RequestLog:
         )
 
     def commit_failure(self, queued: QueuedRequest, failure: Failure, incomplete: tuple[ModelId, str] | None) -> None:
-        """Commit a failure, and why the gradient of its model is incomplete from now on, if it is.
+        """Commit a failure.
 
-        A failure can always be committed: if the database refuses a text, it gets a plain one.
+        `incomplete` names a model whose gradient is incomplete from now on, and the reason. A
+        failure can always be committed: if the database refuses its message or the reason,
+        `_PLAIN_FAILURE` is stored instead.
         """
 
         def make(failure: Failure, reason: str) -> Callable[[Session], None]:

@@ -1,4 +1,7 @@
-"""Assemble the output of a sample request from deltas, and find stop strings in it."""
+"""Assemble the output of a sample request, and find stop strings in it.
+
+The backend returns the tokens of a sample in several parts, called deltas.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +21,13 @@ from skyrl_tx.contract.results import (
 )
 
 _MARGIN_CHARS = 8
-"""Extra characters of the window for stop strings.
+"""Extra characters in the window of last tokens that is searched for stop strings.
 
-The window may start or end inside a character, whose bytes decode to up to three replacement
-characters, and the tokenizer may drop a space at the start.
+They are needed because the window may start or end inside a character, whose bytes then decode to
+up to three replacement characters, and because the tokenizer may drop a space at the start.
 """
 _CHARS_PER_TOKEN = 4
+"""Estimated number of characters per token, to guess how many tokens the window needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +55,9 @@ class SampleAssembler:
     def add(self, delta: SampleDelta) -> bool:
         """Add a delta.
 
-        Returns True if a stop string ends this sample, which the backend cannot know.
-
-        Deltas that arrive after the end of their sample are dropped.
+        Returns True if this delta completes a stop string. The backend does not look for stop
+        strings, so the caller must then stop the sample. Deltas that arrive after the end of their
+        sample are dropped.
         """
         if delta.prompt is not None:
             self._prompt = delta.prompt
@@ -65,7 +69,10 @@ class SampleAssembler:
         return sum(sequence.stop_reason is None for sequence in self._sequences)
 
     def count_tokens(self) -> DrawnTokens:
-        """Return the number of tokens so far. The prompt counts from the start of the request."""
+        """Return the number of tokens so far.
+
+        All prompt tokens count from the start of the request, even while they are being computed.
+        """
         num_cached = self._prompt.cache_hit_tokens
         return DrawnTokens(
             prompt=max(self.request.prompt.size - num_cached, 0),
@@ -139,11 +146,10 @@ class StopStringMatcher:
         self._window: list[int] = []
 
     def feed(self, tokens: list[int]) -> int | None:
-        """Add tokens.
+        """Add the next tokens of the sample.
 
-        If a stop string ends among them, returns how many of them to keep, else None.
-
-        The token that completes the stop string is kept.
+        If a stop string ends among `tokens`, returns how many of `tokens` belong to the sample,
+        else None. The token that completes the stop string belongs to the sample.
         """
         if not self._stop_strings:
             return None

@@ -22,29 +22,26 @@ from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 
 MAX_RUNNING_BATCHES = 4
-"""How many batches of passes may run at the same time. Each keeps its gradients in memory.
+"""How many batches of passes may run at the same time. Each batch keeps its gradients in memory.
 
 A pass is a `forward` or `forward_backward` request. It is long if it has more tokens than the
 budget of a batch. A long pass must leave slots free for other passes:
 
 - one slot
-- a second one if its session is already running a long pass
-- another one if its owner is already running a long pass, and there are other owners
+- a second slot if its session is already running a long pass
+- a third slot if its owner is already running a long pass, and there are other owners
 
 So neither an owner nor a session can occupy the device with long passes.
 
-A pass of an owner whose running batch waits for the compiler must leave one slot free for other
-owners, and it is not added to their batches. So an owner whose passes need many programs stops no
-other owner.
+A running batch may wait for the compiler, because its shapes are new. A new pass of the same owner
+must then leave one slot free, and it joins no batch of another owner. So an owner whose passes need
+many compilations does not stop other owners.
 """
 
 _MAX_BATCH_REQUESTS = 32
 
 _NON_PASS_TOKENS = 256
-"""Cost in tokens of a request that is no pass, for example an optimizer step.
-
-Used for fair sharing.
-"""
+"""Cost of a request that is no pass, for example an optimizer step, in tokens for `fair_share`."""
 
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
@@ -52,7 +49,10 @@ ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 
 @dataclass(frozen=True, slots=True)
 class SequenceCursor:
-    """A model's position in its sequence: the next expected number, and the last barrier."""
+    """How far the requests of a model have started.
+
+    `next_seq` is the next expected `seq_id`, and `barrier_seq` the `seq_id` of the last barrier.
+    """
 
     next_seq: int = 1
     barrier_seq: int = 0
@@ -99,9 +99,10 @@ class Schedule:
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens charged to each owner. Unused while there is only one owner."""
     on_credit_dropped: Callable[[str], None] = lambda owner: None
-    """Called with an owner when `fair_share` drops its credit (see `FairShare.drop_credit`).
+    """Called with an owner when `fair_share` drops the owner's credit, see `drop_credit` there.
 
-    Other fair shares can then do the same. Not called while there is only one owner.
+    The training executor has a `FairShare` too, and then drops the owner's credit there. Not called
+    while there is only one owner.
     """
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
@@ -181,11 +182,11 @@ class Schedule:
         """
         if num_running and len(busy) >= self.max_models:
             return None
-        turns = self._order_queues({*blocked, *busy})
+        queues = self._order_queues({*blocked, *busy})
         if not self.is_shared:
             compiling_owners = ()
 
-        for queue in turns:
+        for queue in queues:
             first = self._find_runnable(queue, now)
             if first is None:  # the owner waits for a missing sequence number or a quota
                 self._drop_credit(queue.owner)
@@ -216,7 +217,7 @@ class Schedule:
                 return ScheduledBatch((self._start_request(queue, first),))
 
             # Add passes of the same direction, from all models.
-            joining = [other for other in turns if other.owner == queue.owner or other.owner not in compiling_owners]
+            joining = [other for other in queues if other.owner == queue.owner or other.owner not in compiling_owners]
             requests = self._fill_batch(queue, first, joining, now, self.max_models - len(busy))
             return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
@@ -272,26 +273,28 @@ class Schedule:
         ranks: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
             owner = queue.owner
-            at = self.fair_share.get_virtual_time(owner)
-            ranks.append((at.is_last, num_before[owner], at, self._last_served_by_owner[owner]))
+            virtual_time = self.fair_share.get_virtual_time(owner)
+            last_served = self._last_served_by_owner[owner]
+            ranks.append((virtual_time.is_last, num_before[owner], virtual_time, last_served))
             num_before[queue.owner] += 1
         order = sorted(range(len(waiting)), key=ranks.__getitem__)
         return [waiting[index] for index in order]
 
     def _fill_batch(
-        self, lead: "_ModelQueue", first: QueuedRequest, turns: list["_ModelQueue"], now: float, max_models: int
+        self, lead: "_ModelQueue", first: QueuedRequest, queues: list["_ModelQueue"], now: float, max_models: int
     ) -> Iterator[QueuedRequest]:
         """Yield `first` and more passes of the same direction, within the token budget of a batch.
 
-        If owners have unequal weights, a batch contains requests of one owner only. Batches take
-        turns on the device, so owners in one batch would be served at the same rate.
+        `queues` are the queues whose passes may join. If owners have unequal weights, a batch
+        contains requests of one owner only, because all owners in a batch are served at the same
+        rate.
         """
         assert first.model_pass is not None
         if self.is_shared and self.fair_share.is_weighted:
-            turns = [queue for queue in turns if queue.owner == lead.owner]
+            queues = [queue for queue in queues if queue.owner == lead.owner]
 
         budget, num_models, num_left = self.max_pass_tokens, 0, self.max_batch_requests
-        for queue in [lead, *(queue for queue in turns if queue is not lead)]:
+        for queue in [lead, *(queue for queue in queues if queue is not lead)]:
             if num_models == max_models or budget <= 0 or not num_left:
                 return
 
@@ -364,9 +367,9 @@ class _ModelQueue:
 
     @property
     def first(self) -> QueuedRequest | None:
-        """The waiting request with the lowest number, which may not be runnable yet.
+        """The waiting request with the lowest `seq_id`, which may not be runnable yet.
 
-        If there is none, the oldest.
+        If no waiting request has a `seq_id`, the oldest request.
         """
         return next(chain(self._numbered, self._unnumbered), None)
 
@@ -385,7 +388,7 @@ class _ModelQueue:
     def find_runnable(self, now: float, gap_timeout_s: float) -> QueuedRequest | None:
         """Return the first request that may run.
 
-        Requests without a number run in order of arrival.
+        Requests without a `seq_id` run in order of arrival.
         """
         numbered = self._numbered[0] if self._numbered else None
         if numbered is not None and not self._can_run(numbered, now, gap_timeout_s):

@@ -1,10 +1,11 @@
 """Recover from the crash of the previous engine, before new requests run.
 
-A request without a result that has a counted delivery attempt was running when an engine ended, so
-it may have caused the crash. Such a request is quarantined: it runs alone, while no file is being
-written. If the engine crashes again, its supervisor counts the crash for this request
-(`futures.record_engine_end`). After `max_attempts` crashes the request fails. A kill from outside,
-a power loss or a lost database is no crash, so it is not counted.
+The engine counts a delivery attempt before it starts a request, and removes the count on a clean
+stop. If an engine ends in another way, the requests that were running keep their counts. One of
+these requests may have caused the end, so they are quarantined: each runs alone, while no file is
+being written. If the engine crashes again, the supervisor of the engine counts the crash for this
+request (`futures.record_engine_end`). After `max_attempts` crashes the request fails. A kill from
+outside, a power loss or a lost database is not counted, because the request did not cause it.
 """
 
 import logging
@@ -24,10 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 def recreate_lost_samplers(context: EngineContext) -> None:
-    """Create ephemeral samplers whose files a crash prevented, by replaying their models.
+    """Create the ephemeral samplers again whose files were not written because of a crash.
 
-    The replay counts as a delivery attempt of the saves. So the engine gives up a save whose replay
-    crashes the engine again and again.
+    To get their weights, the engine replays the log of each model. The replay counts as a delivery
+    attempt of the saves in it. So the engine gives up a save whose replay crashes the engine again
+    and again.
     """
     for model_id, saves in sorted(context.ephemeral_samplers.find_lost().items()):
         if (reason := _replay_saves(context, model_id, saves)) is not None:
@@ -38,7 +40,7 @@ def recreate_lost_samplers(context: EngineContext) -> None:
 
 
 def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
-    """Replay a model with its ephemeral saves. Returns the reason if that failed, else None."""
+    """Replay a model with its ephemeral saves. Returns why the replay failed, or None."""
     crashes, reason = context.store.read(lambda tx: futures.get_max_crashes(tx, saves)), None
     if crashes >= context.settings.max_attempts:
         return f"the engine crashed {crashes} times while it restored them"
@@ -98,10 +100,10 @@ def replay_quarantined(
 
 
 def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
-    """Make a schedule of a model's quarantined requests, and of earlier requests that have not started.
+    """Make a schedule of a model's quarantined requests, and of earlier requests not started yet.
 
-    It runs one request at a time. A sequence gap does not delay a request, because the engine that
-    crashed has already waited for it.
+    The schedule runs one request at a time. A missing sequence number does not delay a request,
+    because the engine that crashed has already waited for the missing request.
     """
     last_seq = max(queued.seq_id or 0 for queued in requests)
     preceding = context.store.read(lambda tx: futures.list_not_started(tx, model_id, last_seq))
@@ -115,7 +117,7 @@ def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[Que
 def _wait_for_writes(context: EngineContext) -> None:
     """Wait until files and results are on disk.
 
-    A crash while writing then counts for one request only.
+    If the engine crashes during such a write, the crash then counts for one request only.
     """
     context.background_writer.drain()
     context.request_log.wait_for_commits()

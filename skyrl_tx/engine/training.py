@@ -22,9 +22,9 @@ from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 _NON_PASS_COST = 0.25
-"""Cost in micro-batches of a request that is no pass.
+"""Cost in micro-batches of a request that is no pass, for fair sharing.
 
-An optimizer step does not read the base weights.
+It is small because, for example, an optimizer step does not read the base weights.
 """
 
 
@@ -42,7 +42,8 @@ class _PreparedPass:
 class _Batch:
     """Requests that started together. They run in groups, one group after the other.
 
-    A batch starts with a single group. If that group fails, each of its requests becomes a group.
+    A batch starts with a single group of all its requests. If this group fails, each request
+    becomes a separate group.
     """
 
     models: frozenset[ModelId]
@@ -77,9 +78,10 @@ class TrainingExecutor:
         self._is_shared = False
 
     def set_shared(self, is_shared: bool) -> None:
-        """Set whether multiple owners use the device.
+        """Set whether multiple owners have requests.
 
-        Work of a single owner is not charged to it later.
+        While there is a single owner, work is not charged. The virtual times from before are then
+        forgotten, so no owner pays later for work at a time without other owners.
         """
         if self._is_shared and not is_shared:
             self._fair_share.reset()
@@ -95,7 +97,10 @@ class TrainingExecutor:
             self._fair_share.drop_credit(owner)
 
     def has_turn_before(self, owner: str) -> bool:
-        """Whether running batches come before the next request of an owner that is no pass."""
+        """Whether running batches come before the next request of an owner.
+
+        The request is no pass, for example an optimizer step.
+        """
         if not self._batches or not self._is_shared:
             return bool(self._batches)
         return min(map(self._fair_share.get_virtual_time, self._batches)) < self._fair_share.get_virtual_time(owner)
@@ -200,7 +205,7 @@ class TrainingExecutor:
     def _advance_batch(self, batch: _Batch) -> None:
         """Dispatch the next micro-batch of the first group.
 
-        If it was the last one, finish the group.
+        After the last micro-batch of the group, finish the group.
         """
         requests, clock = batch.groups[0], self._context.device_clock
         results: list[PassResult] | Exception

@@ -27,7 +27,7 @@ _METAVARS = {
     **{"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "N", "float": "NUMBER"},
     **{"list[str]": "A,B,…", "dict[str,float]": "NAME=NUMBER,…"},
 }
-"""The names of types in the help."""
+"""The placeholder of a flag's value in the help, by the type of the setting."""
 
 
 class CommandError(Exception):
@@ -48,12 +48,11 @@ class Command:
     """One line for the list of commands."""
     group: Group
     code: str
-    """A function as `package.module:function`.
+    """The function that sets up the command's parser, as `package.module:function`.
 
-    It is imported when the command is used, so `--help` stays fast.
-
-    The function takes a `CommandParser`. It adds the arguments and sets the default `run`: a
-    function that takes the parsed arguments and returns the exit status, or None for 0.
+    The function takes a `CommandParser`. It adds the arguments, and sets the default `run`: a
+    second function, which takes the parsed arguments and returns the exit status, or None for 0.
+    The module is imported when the command is used, so that `skyrl-tx --help` stays fast.
     """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -71,12 +70,15 @@ class Command:
 class CommandParser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated flags, and suggests a flag for a misspelt one.
 
-    `given` is the command line that it will parse. The flags of a command may depend on it: for
-    example `--backend fake` has other flags than `--backend jax`.
+    `given` is the command line that the parser will parse. The flags of a command may depend on the
+    command line: for example `--backend fake` has other flags than `--backend jax`.
     """
 
     help_groups: Mapping[str, Sequence[str]] = {}
-    """Titles and flags of groups in the help. Flags in no group keep their group and their order."""
+    """Groups in the help: the title of each group, and its flags.
+
+    All other flags stay in the groups of argparse, in the order in which they were added.
+    """
 
     def __init__(self, given: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
@@ -169,12 +171,12 @@ class App:
 
     name: str
     settings: type[BaseModel] | None = None
-    """Its fields become settings of the server.
+    """A model whose fields become settings of the server.
 
-    `ApiSettings.get_app_settings` returns an instance.
+    The API process gets an instance from `ApiSettings.get_app_settings`.
     """
     server: Callable[[], ServerExtension] | None = None
-    """Returns routers, pages and error forms for the API process."""
+    """Returns routers, pages and error forms (formats of error responses) for the API process."""
     engine: Callable[[], EngineExtension] | None = None
     """Returns result observers, retention rules and admission for the engine process."""
     commands: Sequence[Command] = ()

@@ -67,7 +67,8 @@ def open_database(settings: ServerSettings) -> Store:
 def open_api_database(settings: ServerSettings) -> Store:
     """Open the database for the API.
 
-    Raises CannotServe if other machines reach the API and there are no keys.
+    Raises CannotServe if other machines can reach the API, there is no usable key, and
+    authentication is not disabled (`--no-auth`).
     """
     store = open_database(settings)
     api = settings.make_api_settings()
@@ -86,9 +87,9 @@ def open_api_database(settings: ServerSettings) -> Store:
 
 
 def record_artifacts_location(settings: ServerSettings) -> None:
-    """Check the location of the artifacts and record it.
+    """Check the location of the artifacts, and record it in the data directory.
 
-    Raises CannotServe if it cannot be used.
+    Raises CannotServe if the location cannot be used.
     """
     try:
         open_artifacts(settings.data_dir, settings.artifacts)
@@ -99,7 +100,7 @@ def record_artifacts_location(settings: ServerSettings) -> None:
 def refuse_second_engine(store: Store) -> None:
     """Raise CannotServe if an engine is running on the database.
 
-    Called before anything is changed.
+    The server calls this before it changes anything.
     """
     end = time.monotonic() + _RELEASE_S
     while store.is_peer_running():
@@ -111,7 +112,7 @@ def refuse_second_engine(store: Store) -> None:
 
 
 def abandon_models(store: Store) -> None:
-    """Abandon the models of earlier starts. Logs them, and which checkpoints remain."""
+    """Abandon the models of earlier starts. Logs these models and how many checkpoints remain."""
     abandoned, num_saved, size_bytes = store.write(
         lambda tx: (models.abandon_all(tx), *checkpoints.count(tx, time.time())),
     )

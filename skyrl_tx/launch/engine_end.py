@@ -1,4 +1,4 @@
-"""The end of an engine process: its reason, and whether it was a crash or a restart may help."""
+"""Why an engine process ended, whether that was a crash, and whether a restart may help."""
 
 import logging
 import signal
@@ -51,7 +51,7 @@ class EngineEnd:
     False for a kill from outside and for a lost database.
     """
     was_killed: bool = False
-    """Whether a signal from outside ended it."""
+    """Whether a signal from outside ended the process."""
     was_unreachable: bool = False
     """Whether the database or the object store could not be reached.
 
@@ -60,9 +60,9 @@ class EngineEnd:
 
     @classmethod
     def from_exit_code(cls, exit_code: int, was_memory_exhausted: bool) -> "EngineEnd":
-        """Return why a process ended that sent no reason.
+        """Return why a process ended, if the process itself could not report the reason.
 
-        A negative exit code is the number of a signal.
+        A negative exit code is the number of a signal, for example -9 for SIGKILL.
         """
         if exit_code == EXIT_STATUS:
             message = "one of its threads ended; its log says why"

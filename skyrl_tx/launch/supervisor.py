@@ -1,8 +1,8 @@
 """The commands that run a server: `serve`, `api` and `engine`.
 
-`serve` runs the API in this process and each engine in a child process. An engine that ends is
-restarted. The file begins with the commands. Then follow the steps of their start, the loop that
-runs API and engines until a signal, and the supervisor of one engine.
+`serve` runs the API in this process and each engine in a child process. If an engine ends, its
+supervisor starts it again. The file begins with the commands. Then follow the steps of a command's
+start, the loop that runs API and engines until a signal, and the supervisor of one engine.
 """
 
 from __future__ import annotations
@@ -62,12 +62,16 @@ _GRACE_S = 2
 _MAX_STARTS = 5
 """Number of starts in a row without progress after which the server gives up.
 
-They take seconds in total.
+The waits between these starts take less than four seconds in total.
 """
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _FULL_COLLECTION_AFTER = 1_000
-"""Practically never: long polls create no cyclic garbage, and other calls are short."""
+"""Smaller garbage collections before a full one; see `tune_garbage_collection`.
+
+The value means practically never. Full collections are not needed, because long polls create no
+cyclic garbage, and other calls are short.
+"""
 
 
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
@@ -154,9 +158,10 @@ def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
 
 
 def _follow(launch: EngineLaunch) -> int:
-    """Follow rank 0 until a signal, and start again when it ends.
+    """Run a host that repeats the backend calls of rank 0, until a signal.
 
-    Raises CannotServe if rank 0 rejects this host.
+    The process of the host ends when rank 0 ends, and is then started again. Raises CannotServe if
+    rank 0 rejects this host.
     """
     hosts = launch.hosts
     _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
@@ -214,7 +219,7 @@ def _resolve_hosts(settings: ServerSettings) -> HostsSettings:
 
 @contextlib.contextmanager
 def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
-    """Yield a function for each engine that starts it: as a child, or with a launcher."""
+    """Yield one function per engine. It starts the engine as a child or with a launcher."""
     if settings.metrics_port:
         raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
     if not settings.has_remote_engines:
@@ -229,7 +234,7 @@ def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[
 def _make_supervisor(
     start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
 ) -> EngineSupervisor:
-    """Make the supervisor of one engine, which records its crashes in the database."""
+    """Make a supervisor of one engine, which records crashes of the engine in the database."""
 
     def record(end: EngineEnd, since: float) -> bool:
         """Record the end of the engine. Returns True if a request was completed after `since`."""

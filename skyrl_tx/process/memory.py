@@ -1,7 +1,7 @@
 """The memory of this machine: how much this process may use, and how to return memory.
 
-The limit of a container or a systemd service is the limit of its control group, of version 1 or 2.
-Without a limit, a process may use all memory of the machine.
+A container or a systemd service has a control group (cgroup, version 1 or 2), which may limit its
+memory. Without a limit, a process may use all memory of the machine.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ _CGROUP_FILES = (
 )
 """The files with limit and usage of a control group, of version 2 and of version 1.
 
-The third name is an entry of `memory.stat`: file pages that the kernel drops before it ends a
-process.
+The third name is an entry of `memory.stat`: cached file pages. They do not count as used, because
+the kernel drops them before it kills a process for lack of memory.
 """
 
 
@@ -37,7 +37,7 @@ def get_memory_limit() -> int:
 
 
 def read_available_memory() -> int:
-    """Return how many bytes this process could allocate now, besides those it has."""
+    """Return how many bytes this process could allocate now, in addition to its present memory."""
     available = get_memory_limit()
     with suppress(OSError, ValueError, KeyError):
         available = min(available, int(_read_table(_PROC / "meminfo")["MemAvailable:"]) * 1024)
@@ -71,15 +71,19 @@ def _list_cgroups() -> list[Path]:
 
 
 def _read_table(path: Path) -> dict[str, str]:
-    """Return the second word of each line, by the first word."""
+    """Return the second word of each line of a file, by the first word.
+
+    For example `{"MemAvailable:": "1024"}` for the line `MemAvailable: 1024 kB`.
+    """
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: row[1] for row in rows if len(row) > 1}
 
 
 def discard_zeros(address: int, num_bytes: int) -> None:
-    """Return memory that holds zeros to the system. It takes memory again where it is written.
+    """Return memory that holds zeros to the system, although it stays allocated.
 
-    The memory must be private and anonymous, as malloc's is. Does nothing except on Linux.
+    The system provides a page of zeros again when a page of this memory is read or written. The
+    memory must be private and anonymous, as the memory of malloc is. Does nothing except on Linux.
     """
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform.startswith("linux") and first < last:
@@ -87,7 +91,7 @@ def discard_zeros(address: int, num_bytes: int) -> None:
 
 
 def trim_allocator() -> None:
-    """Return freed memory to the system. glibc keeps it otherwise. Does nothing without glibc."""
+    """Return freed memory to the system, which glibc would keep. Does nothing without glibc."""
     if (trim := getattr(_load_libc(), "malloc_trim", None)) is not None:
         trim(ctypes.c_size_t(0))
 

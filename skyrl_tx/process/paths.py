@@ -25,7 +25,7 @@ def explain_os_error(error: OSError, about: Path | None = None) -> str:
         return " ".join(str(error).split())
     path, about = Path(name).absolute(), about or Path(name)
 
-    # A file has the name of a directory.
+    # A file is where a directory should be.
     file = next((parent for parent in reversed(path.parents) if parent.is_file()), None)
     if error.errno == errno.EEXIST or (error.errno == errno.ENOTDIR and file is not None):
         return f"{about}: {file or path} is a file, not a directory"
@@ -41,7 +41,7 @@ def find_blocker(path: Path) -> Path | None:
     """Return the file or directory that denies this process access to a path, or None."""
     for parent in reversed(path.parents):
         if not _has_access(parent, os.X_OK):
-            return parent if parent.exists() else parent.parent  # its parent must be writable to create it
+            return parent if parent.exists() else parent.parent  # to create `parent`, `parent.parent` must be writable
     if not path.exists():
         return None if _has_access(path.parent, os.W_OK) else path.parent
     needed = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)

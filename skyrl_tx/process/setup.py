@@ -139,9 +139,8 @@ def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    Called first, so that nothing expensive starts if the port is taken.
-
-    Raises CannotServe with the address if that fails.
+    A server calls this first, so that nothing expensive starts if the port is taken. Raises
+    CannotServe with the address if the server cannot listen there.
     """
     # Create the socket. asyncio disables Nagle's algorithm for accepted connections only if the
     # protocol is given. With Nagle's algorithm, each response body would wait up to 40 ms for a
@@ -227,7 +226,7 @@ def tune_garbage_collection(*, full_after: int) -> None:
 
 
 def enable_huge_pages(environment: MutableMapping[str, str]) -> bool:
-    """Let processes that start with `environment` use huge pages. Returns True if it was changed.
+    """Let processes that start with `environment` use huge pages. Returns True if that changed it.
 
     On CPU, XLA allocates the temporary memory of each micro-batch with malloc and frees it
     afterwards. With pages of 4 KB, page faults took a fifth of the time of training in

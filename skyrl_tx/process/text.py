@@ -6,10 +6,10 @@ _HIDDEN = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f"
 )
-"""Control characters, and characters that change the direction of text or have no width.
+"""Control characters except tab and newline, characters without width, and lone surrogates.
 
-Lone surrogates are among them. Tab and newline are not. See Unicode Standard Annex #9; "Trojan
-Source", CVE-2021-42574.
+Characters that change the direction of text are included. They can make a text look different from
+its content (Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574).
 """
 _IN_TEXT, _IN_LINE = re.compile(f"[{_HIDDEN}]"), re.compile(f"[\t\n{_HIDDEN}]")
 
@@ -20,7 +20,10 @@ def make_visible(text: str, max_chars: int = 20_000) -> str:
 
 
 def make_line(text: str, max_chars: int = 20_000) -> str:
-    """Like `make_visible`, but replace tabs and newlines too, so that the text stays on one line."""
+    """Replace the same characters as `make_visible`, and tabs and newlines.
+
+    So the text stays on one line.
+    """
     return _escape_hidden(_IN_LINE, text, max_chars)
 
 

@@ -16,8 +16,6 @@ from skyrl_tx.contract.requests import LoadWeights
 from skyrl_tx.store.database import execute, get_existing, is_in_batch, split_batches
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
-"""Maximum time to live of a checkpoint: ten years."""
-
 
 class CheckpointExists(Exception):
     """The name is in use, and the client did not ask to overwrite it."""

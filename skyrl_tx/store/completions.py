@@ -1,8 +1,8 @@
 """Completed requests in order, cancelled samples, and partial results of streamed samples.
 
-Each of the three is a list with ascending positions. A reader keeps the position of the last row it
-has read as its cursor, for example the API process for completions and the engine for
-cancellations.
+Each of the three is a list with ascending positions. The API process reads completions, and the
+engine reads cancellations. The cursor of a reader is the position of the last row that the reader
+has read.
 """
 
 from collections.abc import Sequence

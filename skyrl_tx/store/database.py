@@ -1,6 +1,7 @@
 """The database as one process uses it: open, read, write, and wait for commits of the peer.
 
-`Store` is the entry point. All writes of a process go through the thread of its `GroupWriter`.
+The peer of the API is the engine, and the peer of an engine is the API. `Store` is the entry point.
+All writes of a process go through the thread of its `GroupWriter`.
 """
 
 import math
@@ -49,9 +50,9 @@ class Store:
     def __init__(
         self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, notifier: Notifier, resources: ExitStack
     ) -> None:
-        """Use `open` instead.
+        """Callers use `open`, which makes these objects.
 
-        `resources` closes the other arguments in reverse order of opening.
+        `resources` closes the other arguments, in the reverse order of their opening.
         """
         self._dialect = dialect
         self._reader = reader
@@ -89,9 +90,10 @@ class Store:
             busy_timeout_s: How long a write waits for writes of other processes.
             retry: Repeats writes while the database is locked or full. By default they fail.
             is_shared: Whether multiple processes may have the role `engine`. Needs PostgreSQL.
-            creates: Whether the tables are created in an empty database. Otherwise it is refused.
-            accepts_older: Whether a tool opens a database of an older release, unchanged. It can
-                then read only what that release has stored.
+            creates: Whether a tool creates the tables in an empty database. Otherwise an empty
+                database is refused.
+            accepts_older: Whether a tool opens a database of an older release, which stays
+                unchanged. The tool can then read only what the older release has stored.
 
         Raises:
             StoreInUse: Another process has the role, or a server prevents the migration.

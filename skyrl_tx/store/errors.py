@@ -4,12 +4,15 @@
 class StoreError(Exception):
     """The database failed and the changes were not stored.
 
-    After a broken connection this is not certain.
+    If the connection broke during the commit, the changes may have been stored nevertheless.
     """
 
 
 class StoreInUse(StoreError):
-    """Another process already has this role on the data directory or database."""
+    """Another process already has this role on the data directory or database.
+
+    For example, two engines may not use the same SQLite database.
+    """
 
 
 class SchemaOutdated(StoreError):
@@ -19,12 +22,15 @@ class SchemaOutdated(StoreError):
 class StoreUnreachable(StoreError):
     """The database, or the artifacts that it refers to, cannot be reached now.
 
-    It may work later.
+    A later attempt may succeed.
     """
 
 
 class StoreBlocked(StoreError):
-    """The database cannot be written now because it is full or locked. It may work later."""
+    """The database cannot be written now because it is full or locked.
+
+    A later attempt may succeed.
+    """
 
 
 class ValueRefused(Exception):

@@ -3,8 +3,8 @@
 Garbage collection may remove unreferenced artifacts only if the database knows all artifacts. To
 check this, the database and the artifact store both record a random id and a counter, the epoch,
 which grows with each claim. A database with another id or a smaller epoch is a new database, a
-different one or an older copy. Unreferenced artifacts are then unclaimed: they are kept until a row refers to them
-again or the operator removes them.
+different one or an older copy. Unreferenced artifacts are then unclaimed: they are kept until a row
+refers to them again or the operator removes them.
 """
 
 import secrets
@@ -31,7 +31,7 @@ class Claim:
     claimed_at: float
     """The Unix time of the claim, in seconds, by the clock of the artifact store.
 
-    Garbage collection computes the ages of artifacts from it.
+    Garbage collection subtracts the time of an artifact from this time to get the artifact's age.
     """
 
 
@@ -43,8 +43,8 @@ def get(tx: Session) -> IdentityRow | None:
 def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
     """Return whether the artifacts belong to this database and it is not an older copy.
 
-    A larger epoch in the database also counts as current, because a crash between the two writes of
-    `claim` leaves it.
+    A larger epoch in the database also counts as current: `claim` writes the epoch of the database
+    first, and a crash before its second write leaves the artifacts with a smaller epoch.
     """
     if row is None or recorded is None:
         return False

@@ -19,7 +19,7 @@ _PREFIX = "tml-"
 _HINT_CHARACTERS = 4
 _RECORD_USE_EVERY_S = 60.0
 MAX_CHILDREN = 100
-"""Number of keys that one user key may create, including keys that have ended."""
+"""How many keys one user key may create. Revoked and expired keys count too."""
 
 
 class KeyNotUsable(UserError):
@@ -40,8 +40,8 @@ def create(
     """Create a key. Return the key, which cannot be read later, and its row.
 
     The owner of the first admin key becomes the owner of everything that belongs to `LOCAL_OWNER`.
-    A key with a parent expires with it at the latest. Raises UserError if the parent may not create
-    keys.
+    `parent_id` is the key that creates the new key. The new key expires when its parent expires, at
+    the latest. Raises UserError if the parent may not create keys.
     """
     assert owner != LOCAL_OWNER, "LOCAL_OWNER has no keys"
     if parent_id is not None:
@@ -70,9 +70,9 @@ def create(
 
 
 def _check_parent(tx: Session, parent_id: int, now: float) -> float | None:
-    """Return when a key expires that is about to create another key.
+    """Return when the parent of a new key expires, or None if the parent does not expire.
 
-    Raises UserError if it may not create keys.
+    Raises UserError if the parent may not create keys.
     """
     parent = get(tx, parent_id)
     if parent is None or get_status(parent, now) != "valid":
@@ -96,8 +96,8 @@ def _move_local_rows(tx: Session, owner: str) -> None:
     """Give the rows of `LOCAL_OWNER` to another owner, in every table that has a column `owner`.
 
     The tables are read from the database, because this process may not have imported the optional
-    features that declare some of them. A row stays where it is if the owner has an equal one
-    already, for example the same member of a project.
+    features that declare some of them. A row is not moved if `owner` has a row with the same unique
+    key already, for example as a member of the same project.
     """
     metadata = MetaData()
     metadata.reflect(tx.connection())
@@ -105,7 +105,7 @@ def _move_local_rows(tx: Session, owner: str) -> None:
         if "owner" not in table.c:
             continue
 
-        # Move the rows that no unique key forbids to move.
+        # Move a row unless it would then have the same unique key as another row.
         other = table.alias()
         keys = [key for key in table.constraints if isinstance(key, PrimaryKeyConstraint | UniqueConstraint)]
         is_free = [
@@ -163,9 +163,9 @@ def get_status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revok
 def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[str, ApiKeyRow]:
     """Create a key that replaces an old one, and let the old key expire.
 
-    The new key has the same owner, scope, name, note, lifetime and parent. The old key stays valid
-    for `overlap_s` seconds, unless it expires earlier. So do the keys that it created. Returns the
-    new key and its row. Raises KeyNotUsable if the old key is not valid.
+    The new key has the same owner, scope, name, note, lifetime and parent. The old key, and the
+    keys that the old key created, stay valid for `overlap_s` seconds, unless they expire earlier.
+    Returns the new key and its row. Raises KeyNotUsable if the old key is not valid.
     """
     old = get(tx, key_id)
     if old is None or get_status(old, now) != "valid":
@@ -189,7 +189,7 @@ def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[s
 def is_use_due(row: ApiKeyRow, now: float) -> bool:
     """Return whether `record_use` should be called.
 
-    This is the case at most once per minute, so that most requests need no commit.
+    Uses are recorded at most once per minute, so that most requests need no commit.
     """
     return row.last_used_at is None or row.last_used_at < now - _RECORD_USE_EVERY_S
 

@@ -57,7 +57,7 @@ def list_by_member(tx: Session, owner: str) -> set[str]:
 def has_members(tx: Session, project_id: str) -> bool:
     """Return whether a project has members.
 
-    If it does, only its editors may assign sessions to it.
+    If a project has members, only editors of the project may assign sessions to it.
     """
     statement = select(col(ProjectMemberRow.owner)).where(col(ProjectMemberRow.project_id) == project_id).limit(1)
     return execute(tx, statement).one_or_none() is not None

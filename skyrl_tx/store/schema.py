@@ -20,7 +20,10 @@ COMPATIBLE_FROM = "0021"
 """The oldest revision whose release can use a database of revision `HEAD`."""
 _SERVERS_POLL_S = 0.1
 _SERVERS_END_S = 3.0
-"""How long a migration waits for other servers. PostgreSQL notices the end of a process late."""
+"""How long a migration waits for other servers to end.
+
+PostgreSQL may notice only after a moment that a process has ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,10 @@ def read_schema(connection: Connection) -> Schema:
 
 
 def check_schema(engine: Engine, *, creates: bool, accepts_older: bool) -> bool:
-    """Check that a command can use the database. With `creates`, create the tables if it is empty.
+    """Check that a command can use the database, and return whether an older release wrote it.
 
-    Returns True if an older release wrote the database, which only `accepts_older` allows.
+    An empty database gets its tables with `creates`, and raises StoreError otherwise. A database of
+    an older release is left as it is with `accepts_older`, and raises SchemaOutdated otherwise.
     """
     with engine.begin() as connection:
         schema = read_schema(connection)
@@ -102,7 +106,7 @@ def upgrade(engine: Engine, find_server: Callable[[Connection], str | None] = la
 
 
 def upgrade_without_servers(engine: Engine, dialect: Dialect) -> None:
-    """Upgrade the tables. Waits a moment for other servers to end, and else raises StoreInUse."""
+    """Upgrade the tables. Raises StoreInUse if other servers do not end within `_SERVERS_END_S`."""
     end = time.monotonic() + _SERVERS_END_S
     while True:
         try:

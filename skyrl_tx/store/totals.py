@@ -37,8 +37,8 @@ _NO_LIMIT = 2**60
 def _sum_requests(condition: ColumnElement[bool]) -> Select[Any, Any]:
     """Sum the sizes of requests and results by owner.
 
-    The limit makes SQLite compute the sizes before it sorts by owner. Otherwise it would sort the
-    contents, which takes 40 times as long.
+    `_NO_LIMIT` makes SQLite compute the sizes before it sorts by owner. Without a limit in the
+    query, SQLite would sort the contents, which takes 40 times as long.
     """
     owner, num_bytes = col(RequestRow.owner), _NUM_BYTES.label("num_bytes")
     sizes = select(owner, num_bytes).where(condition).limit(_NO_LIMIT).subquery()
@@ -72,7 +72,7 @@ class StoreTotals:
     num_open: int
     """Requests without a result."""
     oldest_at: float | None
-    """Creation time of the oldest open request, in seconds since the epoch; see `read_totals`."""
+    """Unix time at which the oldest open request was created, without requests that are paused."""
     num_active_sessions: int
 
 

@@ -1,4 +1,7 @@
-"""Group commit: one thread runs queued write jobs and commits them in groups."""
+"""Group commit: one thread runs queued write jobs and commits them in groups.
+
+A group is the set of jobs that share one transaction.
+"""
 
 import logging
 import threading
@@ -22,9 +25,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MAX_GROUP = 256
 _MAX_GROUP_S = 0.02
-"""After this time a group is committed, and its remaining jobs move to the next group.
+"""After this time the jobs that have run are committed, and the other jobs move to the next group.
 
-Callers get their results only after the commit.
+A limit is needed because callers get their results only after the commit.
 """
 _SAVEPOINT_COMMANDS = {
     "do_savepoint": "SAVEPOINT",
@@ -42,7 +45,7 @@ class RetryPolicy:
     """Lets a writer retry while the database is full or locked. Without it, such writes fail."""
 
     until: threading.Event
-    """Once it is set, blocked writes fail."""
+    """Event that ends the retries: once it is set, blocked writes fail."""
     report: Callable[[Session, str], None]
     """Writes the reason of the wait to the database.
 
@@ -51,7 +54,7 @@ class RetryPolicy:
 
 
 def translate_refusal(error: BaseException) -> ValueRefused | None:
-    """Translate the refusal of a value by the database or its driver. None for other errors.
+    """Return ValueRefused if the database or its driver refused a value; None for other errors.
 
     The message contains neither the statement nor its values.
     """
