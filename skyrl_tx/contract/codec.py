@@ -21,7 +21,8 @@ _RECORDS: tuple[type, ...] = (*get_args(requests.Request), requests.ModelSpec, *
 _KINDS = {record: re.sub(r"\B[A-Z]", r"_\g<0>", record.__name__).lower() for record in _RECORDS}
 """The kind of each record: its class name in snake case, for example "model_pass".
 
-Kinds are stored: a test pins them.
+Kinds are stored in databases, so they must not change. A test checks them against
+tests/golden/codec.json.
 """
 BARRIER_KINDS = frozenset(
     _KINDS[record] for record in get_args(requests.Request) if getattr(record, "is_barrier", False)

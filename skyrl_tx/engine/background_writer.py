@@ -24,15 +24,12 @@ class _Job:
 
 
 class BackgroundWriter:
-    """Runs jobs on one background thread, in order.
-
-    `wait_for` moves the jobs of a model forward.
-    """
+    """Runs jobs on one background thread, in order, except that `wait_for` moves jobs forward."""
 
     def __init__(self, wake: Callable[[], None], activity: LoopActivity) -> None:
         """`wake` is called on the background thread after each job.
 
-        It wakes the engine to run the callback.
+        It must wake the engine's thread, which then runs the callback of the job.
         """
         self._activity = activity
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="artifact-writer")
@@ -75,7 +72,7 @@ class BackgroundWriter:
     def wait_for(self, model_id: ModelId) -> None:
         """Wait for the jobs of a model and run their callbacks.
 
-        They overtake waiting jobs of other models.
+        The jobs of this model overtake waiting jobs of other models.
         """
         with self._lock:
             self._jobs.sort(key=lambda job: not job.is_started and job.model_id != model_id)

@@ -15,9 +15,9 @@ from skyrl_tx.store import futures
 _PAGE_REQUESTS = 256
 _MAX_READ_TIME_S = 0.1
 _DEFERRED_BODY_BYTES = 65_536
-"""Size of a body that is read later.
+"""Bodies of passes that are larger than this are read later, when the pass is about to run.
 
-Such a pass takes much longer than the additional statement for its body.
+That takes an additional database statement, which is much shorter than the pass itself.
 """
 
 
@@ -59,7 +59,8 @@ class Intake:
     def _has_memory(self, owner: str, is_busy: bool) -> bool:
         """Whether requests of an owner may be read.
 
-        Always if the device is idle, because all requests in memory may be waiting for unread ones.
+        True if the device is idle, because all requests in memory may be waiting for requests that
+        are not read yet.
         """
         limit, by_owner = self._context.settings.max_backlog_bytes, self._schedule.num_bytes_by_owner
         if not is_busy or self._schedule.num_bytes + self._sampling.num_bytes < limit:
@@ -84,13 +85,13 @@ class Intake:
         # Read the next page of all owners.
         position = self.position
 
-        def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
+        def read_next(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
             last = futures.get_last_position(tx)  # before the page, so that no new request is skipped
             return last, futures.list_pending(tx, position, _PAGE_REQUESTS, max_body_bytes, engine=self._engine)
 
-        last, page = self._context.store.read(look)
+        last, page = self._context.store.read(read_next)
 
-        # Add its requests. An owner without memory falls behind.
+        # Add the requests of the page. An owner without memory falls behind.
         for pending in page:
             self.position = pending.position
             if pending.model_id is None:
@@ -131,7 +132,7 @@ class Intake:
         self._schedule.add(queued)
 
     def read_bodies(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Return the same requests with their bodies, which were deferred."""
+        """Return the same requests with their bodies, which `_read_page` did not read."""
         request_ids = [queued.request_id for queued in requests]
         rows = self._context.store.read(lambda tx: futures.list_by_id(tx, request_ids))
         row_by_id = {row.request_id: row for row in rows}

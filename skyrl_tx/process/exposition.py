@@ -1,10 +1,9 @@
 """Export metrics as text.
 
-The API reads the metrics of the engines on this machine through Unix sockets.
-
-A socket is in the data directory, and only the user of the server can open it. The reader sends one
-short request, and the engine sends one text and closes the connection. The reader waits for a
-limited time, because an engine may be busy.
+The API reads the metrics of the engines on this machine through Unix sockets. Each engine has a
+socket in the data directory, which only the user of the server can open. The API sends one short
+request. The engine answers with one text and closes the connection. The API waits for a limited
+time, because the engine may be busy.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ def get_content_type(*, is_openmetrics: bool) -> str:
 def render(registry: CollectorRegistry, *, is_openmetrics: bool) -> bytes:
     """Return the metrics of a registry as text.
 
-    OpenMetrics texts have no end mark, because multiple texts are joined.
+    An OpenMetrics text is returned without its end mark, because the caller joins multiple texts.
     """
     if not is_openmetrics:
         return generate_latest(registry)

@@ -12,7 +12,7 @@ RETENTION_S = 30 * 86_400.0
 FINISHED_RETENTION_S = 86_400.0
 """How long a loss is kept after its session has finished.
 
-Open requests contain a copy of their loss.
+Open requests can run even later, because each request contains a copy of its loss.
 """
 MAX_PER_SESSION = 256
 MAX_PER_OWNER = 2048

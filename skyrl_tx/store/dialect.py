@@ -31,9 +31,10 @@ DATABASE_NAME = "skyrl_tx.db"
 """SQLite file in the data directory, used if no other database is configured."""
 _CHECK_POLL_S = 0.1
 SILENT_S = 10.0
-"""Seconds after which an API process that does nothing, for example after SIGSTOP, is not running.
+"""After this many seconds without activity, an API process counts as not running.
 
-It reads the database at least once a second.
+For example, SIGSTOP may have stopped it. A running API process reads the database at least once a
+second.
 """
 
 Failure = tuple[type[StoreError], str]

@@ -30,7 +30,7 @@ _NOTIFY_ENGINES = text(f"NOTIFY {ENGINE_CHANNEL}")
 
 
 def get_holders(tx: Session) -> dict[int, int]:
-    """Return the running engines: number and PostgreSQL process id of the connection."""
+    """Return the PostgreSQL process id of each running engine's connection, by engine number."""
     return dict(tx.connection().execute(_HOLDERS, {"class": ENGINE_CLASS}).all())
 
 
@@ -57,7 +57,7 @@ def become_keeper(tx: Session) -> bool:
 def revoke(tx: Session, pid: int) -> None:
     """Close the connection of a stuck engine.
 
-    It loses its lease and cannot commit anything afterwards.
+    The engine loses its lease and cannot commit anything afterwards.
     """
     tx.connection().execute(_TERMINATE, {"pid": pid})
 

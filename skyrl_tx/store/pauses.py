@@ -23,9 +23,9 @@ class Pause:
     subject: str
     """The owner, the number of the key, or the project."""
     limit: str
-    """The limit that was reached.
+    """The name of the limit that was reached, for example `training_tokens_per_day`.
 
-    If its name starts with `training_`, training waits, otherwise sampling.
+    If the name starts with `training_`, training requests wait, otherwise sample requests.
     """
     reason: str
     """Message for clients."""
@@ -66,7 +66,10 @@ def is_paused(pauses: Collection[Pause]) -> ColumnElement[bool]:
 
 
 def find_wait_reason(tx: Session, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
-    """Return why an open request waits, or None if it has started or no pause concerns it."""
+    """Return the reason of the pause that a request waits for.
+
+    Returns None if the request has started or has a result, or if no pause concerns it.
+    """
     statement = (
         select(col(RequestRow.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))
         .join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))

@@ -41,7 +41,7 @@ class PreparedStatement:
     """Builds the statement for a kind of database, `sqlite` or `postgresql`."""
     columns: Sequence[str]
     """Names of all values."""
-    _texts: dict[str, _CompiledStatement] = field(default_factory=dict[str, _CompiledStatement])
+    _statements: dict[str, _CompiledStatement] = field(default_factory=dict[str, _CompiledStatement])
 
     def execute(self, tx: Session, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> CursorResult[Any]:
         """Execute the statement, once for each mapping.
@@ -50,7 +50,7 @@ class PreparedStatement:
         """
         tx.flush()
         connection = tx.connection()
-        statement = self._texts.get(connection.dialect.name) or self._compile(connection)
+        statement = self._statements.get(connection.dialect.name) or self._compile(connection)
         if isinstance(values, Mapping):
             return connection.exec_driver_sql(statement.text, statement.values(values))
         return connection.exec_driver_sql(statement.text, [statement.values(row) for row in values])
@@ -59,18 +59,18 @@ class PreparedStatement:
         dialect = connection.dialect
         compiled = self.build(dialect.name).compile(dialect=dialect, column_keys=list(self.columns))  # pyright: ignore
         assert isinstance(compiled, SQLCompiler)
-        unset = set(self.columns)
-        constants = {name: value for name, value in compiled.params.items() if name not in unset}
-        text = _CompiledStatement(str(compiled), constants, compiled.positiontup)
-        self._texts[dialect.name] = text
-        return text
+        variables = set(self.columns)
+        constants = {name: value for name, value in compiled.params.items() if name not in variables}
+        statement = _CompiledStatement(str(compiled), constants, compiled.positiontup)
+        self._statements[dialect.name] = statement
+        return statement
 
 
 def make_upsert_builder(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
     """Return the builder of an upsert.
 
-    The statement inserts a row. If there is a row with the same key, it adds the columns `sums` to
-    that row.
+    The statement inserts a row. If a row with the same key exists, the statement adds the values of
+    the columns `sums` to the existing row instead.
     """
 
     def build(database: str) -> Executable:

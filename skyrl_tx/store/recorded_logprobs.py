@@ -54,7 +54,8 @@ def record(
 def find(tx: Session, owner: str | None, sequence_ids: Collection[str], now: float) -> dict[str, SampledLogprobs]:
     """Return the records of these sequences by id.
 
-    Unknown ids are left out; `owner` None means any owner.
+    Sequences that are unknown or belong to another owner are left out. `owner` None means any
+    owner.
     """
     return {
         sequence_id: SampledLogprobs(prompt_length, np.frombuffer(logprobs, _DTYPE).astype(np.float32))
