@@ -39,8 +39,8 @@ _NOT_COPIED = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", 
 class _Update:
     """The update of one linear map.
 
-    Without a rule, the map has a tensor [O, I]. With a rule, it is a part of a tensor, for example
-    one of stacked experts.
+    Without a rule, the map is a whole tensor [O, I]. With a rule, the map is a part of a tensor,
+    for example of a tensor that stacks the maps of all experts.
     """
 
     pair: Factors
@@ -179,8 +179,11 @@ def _add_updates(name: str, array: np.ndarray, updates: Sequence[_Update], scale
     return summed
 
 
-def _cast(array: np.ndarray, before: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Return an array in the dtype of the checkpoint or in `dtype`. Integers are unchanged."""
-    if before.dtype.kind in "iub":
+def _cast(array: np.ndarray, stored: np.ndarray, dtype: str | None) -> np.ndarray:
+    """Return an array in `dtype`, or else in the dtype of `stored`. Integers are unchanged.
+
+    `stored` is the array of the checkpoint, before updates were added.
+    """
+    if stored.dtype.kind in "iub":
         return array
-    return array.astype(before.dtype if dtype is None else DTYPES[dtype])
+    return array.astype(stored.dtype if dtype is None else DTYPES[dtype])

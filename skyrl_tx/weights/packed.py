@@ -70,8 +70,8 @@ class Fp8Tensor:
 class Int4Tensor:
     """Four-bit numbers [O, I] with one scale per 32 numbers of a row.
 
-    A word has eight numbers, the lowest bits first. The stored numbers are 8 too large, instead of
-    in two's complement. This is the format "pack-quantized" of neuralmagic/compressed-tensors
+    A word has eight numbers, the lowest bits first. A number n is stored as n + 8, not in two's
+    complement. This is the format "pack-quantized" of neuralmagic/compressed-tensors
     (`pack_to_int32` in src/compressed_tensors/compressors/quantized_compressors/pack_quantized.py),
     which vLLM calls `uint4b8`.
     """
@@ -217,7 +217,7 @@ _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_OUTER)})")
 def find_stack(module: str) -> tuple[str, int | None]:
     """Return the stack and the index of an expert's module.
 
-    For any other module return it and None.
+    For any other module, return the name of the module and None.
     """
     match = _EXPERT.fullmatch(module)
     if match is None:

@@ -1,6 +1,7 @@
-"""The ranks other than 0.
+"""Run the backend on the ranks other than 0.
 
-They make the calls of rank 0 in order, and answer each with hashes of the result.
+Each of these ranks makes the calls of rank 0 on its backend, in the same order. It answers each
+call with hashes of the result.
 """
 
 import logging
@@ -67,7 +68,7 @@ class Follower:
     def run(self) -> None:
         """Make calls until rank 0 closes the backend.
 
-        Raises LeaderLost if rank 0 ends without that.
+        Raises LeaderLost if rank 0 ends before that.
         """
         ServiceThread("leader", self._receive_frames).start()
         try:

@@ -16,12 +16,12 @@ from skyrl_tx.layers.attention import PAST_BLOCK_KEYS
 from skyrl_tx.layers.kv_cache import PAGE_SIZE
 
 SHORTEST_CHUNK = 32
-"""A last chunk is padded to at least this many tokens, if no chunk has LARGE_CHUNK."""
+"""The minimum padded size of a prompt's last chunk, if the largest chunk is below LARGE_CHUNK."""
 LARGE_CHUNK = 512
-"""If the largest chunk has this many tokens, a last chunk is padded to at least FIRST_CHUNK.
+"""If the largest chunk has this many tokens, last chunks are padded to at least FIRST_CHUNK.
 
-Accelerators, which use such chunks, compute 128 tokens in the time of 32, and fewer programs are
-compiled.
+Accelerators use such chunks by default. They compute 128 tokens in the time of 32, and with fewer
+sizes, fewer programs are compiled.
 """
 
 FIRST_CHUNK = 128

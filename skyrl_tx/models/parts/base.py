@@ -26,7 +26,7 @@ from skyrl_tx.layers.sharding import Layout
 LayerParams = Mapping[str, Any]
 """Parameters of one layer by name, where some may be a `StackedParam`.
 
-For a stack, with a leading n.
+For a stack of layers, each array has a leading dim n.
 """
 
 Rotation = tuple[Rope, int]
@@ -154,9 +154,9 @@ class Mixer(Part, Protocol):
 
         See `LayerContext`.
 
-        XLA could compute it inside the loop over layers in one program and before the loop in
-        another. It would then fuse the following operations differently, and the last bits would
-        differ.
+        Without this method, XLA could compute these values inside the loop over layers in one
+        program, and before the loop in another program. XLA would then fuse the following
+        operations differently, and the last bits would differ.
         """
         ...
 

@@ -354,21 +354,21 @@ class ModelRunner:
             return
         shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
         for any_adapter in sorted({request.sampler is not None for request in requests}):
-            own = [request for request in requests if (request.sampler is not None) == any_adapter]
-            together = self.prompts_of_shard if len(own) > self.prompts_of_shard // 2 else 1
+            group = [request for request in requests if (request.sampler is not None) == any_adapter]
+            together = self.prompts_of_shard if len(group) > self.prompts_of_shard // 2 else 1
             num_rows = self._num_shards * together
 
             # Prefill, then decode slices if all samples share an adapter.
-            for request in own:
+            for request in group:
                 for size in shapes.iter_prompt_sizes(request.prompt.size):
                     program = partial(self._make_prefill_program, size, num_rows, any_adapter)
                     key = "prefill", size, num_rows, any_adapter
                     self._compiler.queue_needed(key, program, request.cache_scope)
-            num_samples = sum(request.num_samples for request in own if get_max_tokens(request) > 1)
-            if num_samples and len({request.sampler for request in own}) == 1:
+            num_samples = sum(request.num_samples for request in group if get_max_tokens(request) > 1)
+            if num_samples and len({request.sampler for request in group}) == 1:
                 rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
                 program = partial(self._make_slice_program, rows)
-                self._compiler.queue_needed(_make_slice_key(rows), program, own[0].cache_scope)
+                self._compiler.queue_needed(_make_slice_key(rows), program, group[0].cache_scope)
 
     def _make_prefill_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
         pool = self.pool.get_adapters(any_used=any_adapter)

@@ -42,7 +42,8 @@ ShardPrefill = tuple[Prefill, SampleShard]
 """A prompt and the shard that computes it."""
 
 SHARD_LEAD = 8
-"""How many more samples than the emptiest shard a shard with a cached prefix may have."""
+"""A shard may have at most this many samples more than the emptiest shard to get another prompt.
+Of these shards, the scheduler picks the one with the longest cached prefix."""
 
 
 class SampleScheduler:

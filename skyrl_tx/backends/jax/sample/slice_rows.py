@@ -1,11 +1,12 @@
 """The rows of a decode slice: their number, the sample and adapter of each row, and its results.
 
-A slice has the smallest row count that holds the running samples, so that unused slots cost little.
+A decode slice is a fixed number of decode steps. It has the smallest row count that holds the
+running samples, so that unused rows cost little.
 
 On a single CPU device, a row has the same bits for every row count in use. XLA may sum in a
 different order for some counts, so each count is compared with the largest one, on the same
-numbers, before its first use. Elsewhere this is not checked: float32 has a single count there, and
-bfloat16, where bits depend on other samples anyway, has a few.
+numbers, before its first use. On other devices, nothing is compared. With float32 there is only one
+row count. With bfloat16 there are a few, because bits depend on other samples anyway.
 
 Legend: S rows, N steps, K top tokens.
 """
@@ -84,7 +85,10 @@ class RowCounts:
         return next(count for count in self.all if count >= num_samples and self.is_used(count, any_adapter))
 
     def is_used(self, count: int, any_adapter: bool) -> bool:
-        """Return whether rows have the same bits as with the largest count. Compares them once."""
+        """Return whether rows have the same bits with `count` rows as with the largest count.
+
+        The first call for a count compares them.
+        """
         if count == self.all[-1] or self._decode_rows is None:
             return True
         key = count, any_adapter
@@ -106,7 +110,7 @@ class SliceRows:
     adapters: tuple[int, ...]
     """Adapter slots: one for all rows, one per tile, or one per row.
 
-    With `groups`, each slot in use once.
+    With `groups`, this lists each adapter slot in use once.
     """
     groups: tuple[int, ...] | None = None
     """For each row, the index of its adapter in `adapters`."""
@@ -135,16 +139,16 @@ class SliceRows:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
 
         # Use tiles of one row if the shards cannot be cut into tiles, or if too few rows are left.
-        size, own = len(make_tiles(count)[0]), count // num_shards
-        if merges or own % size:
+        size, rows_per_shard = len(make_tiles(count)[0]), count // num_shards
+        if merges or rows_per_shard % size:
             size = 1
         by_tile = [_pad_to_tiles(part, size) for part in by_shard]
-        if any(len(rows) > own for rows in by_tile):
+        if any(len(rows) > rows_per_shard for rows in by_tile):
             size, by_tile = 1, [_pad_to_tiles(part, 1) for part in by_shard]
 
         rows = list[RunningSample | None]()
         for part in by_tile:
-            rows += [*part, *[None] * (own - len(part))]
+            rows += [*part, *[None] * (rows_per_shard - len(part))]
         if merges:
             return cls._from_merged_adapters(tuple(rows), adapters, max_adapters)
         return cls(tuple(rows), tuple(BASE_SLOT if sample is None else sample.adapter for sample in rows[::size]))
@@ -263,7 +267,7 @@ class DispatchedSlice:
             # Copy, so that a delta does not keep the arrays of all rows in memory.
             tokens_N, logprobs_N = tokens_N.copy(), logprobs_N.copy()
 
-            own = None
+            sample_topk = None
             if topk is not None and (k := sample.request.options.sample_topk):
-                own = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())
-            yield sample, start, tokens_N, logprobs_N, is_stopped, own
+                sample_topk = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())
+            yield sample, start, tokens_N, logprobs_N, is_stopped, sample_topk

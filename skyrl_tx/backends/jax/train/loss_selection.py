@@ -33,7 +33,8 @@ NUM_COLUMNS = max(len(loss.columns) for loss in LOSSES.values())
 def list_losses(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
     """Return the losses of one program, for targets [B, T] (`ndim` 2) or [B, T, K] (`ndim` 3).
 
-    The number of a loss is its index in this tuple. See `Loss.is_local`.
+    The number of a loss is its index in this tuple. With `is_local`, the program has the losses
+    whose value at a position depends only on the arrays at that position, else all other losses.
     """
     return tuple(
         loss
@@ -61,7 +62,7 @@ def evaluate(
 ) -> LossOutput:
     """Return the loss and the metrics of each position.
 
-    With `is_local`, the positions may be any part of the rows.
+    With `is_local`, the arrays may have any part of the positions of the rows.
     """
     losses = list_losses(target_logprobs.ndim, is_local=is_local)
     return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])

@@ -79,7 +79,7 @@ def compute_coefficients(params: OptimizerParams, step: int) -> Coefficients:
 def _compute_norm(gradient: AdapterWeights) -> jax.Array:
     """Return the global L2 norm of a gradient.
 
-    It is infinite if the square of an element exceeds float32.
+    The norm is infinite if the square of an element exceeds float32.
     """
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
 
