@@ -84,7 +84,8 @@ def create_context(
     """Create the components of an API process. `extensions` are the optional features by name."""
     signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
 
-    counts = [made.count_stored_bytes for made in (extensions or {}).values() if made.count_stored_bytes is not None]
+    features = (extensions or {}).values()
+    counts = [feature.count_stored_bytes for feature in features if feature.count_stored_bytes is not None]
 
     # Connect the metrics to their sources.
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
@@ -230,7 +231,7 @@ async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) 
 
 
 def _log_store_error(request: Request, error: StoreError) -> None:
-    """Log an error of the database once a minute.
+    """Log an error of the database, the same error at most once a minute.
 
     While the database is full, for example, every call fails in the same way.
     """
@@ -298,7 +299,7 @@ class ApiServer(uvicorn.Server):
     ) -> None:
         self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
-        self.sampler = ServerMonitor(settings, store, context.metrics, context.results)
+        self.monitor = ServerMonitor(settings, store, context.metrics, context.results)
 
         # One address may use three quarters of the connections. For example, 10,000 polls of one
         # address need a limit of 14,400 open files.
@@ -344,7 +345,7 @@ class ApiServer(uvicorn.Server):
         if not sockets:
             given[0].close()
         if self.started:
-            self.sampler.start()
+            self.monitor.start()
 
     async def on_tick(self, counter: int) -> bool:
         """Close the connections of slow clients, twice a second."""
@@ -356,4 +357,4 @@ class ApiServer(uvicorn.Server):
         """End the long polls, then shut down."""
         cast(ApiContext, self.app.state.context).results.release()
         await super().shutdown(sockets)
-        await asyncio.to_thread(self.sampler.close)
+        await asyncio.to_thread(self.monitor.close)

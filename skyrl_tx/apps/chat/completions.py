@@ -1,6 +1,7 @@
 """OpenAI's completions API: `POST /completions`.
 
-A prompt is text or token ids, and it can be echoed and scored.
+A prompt is text or token ids. The response can contain the prompt and the log-probabilities of the
+prompt tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -190,7 +191,7 @@ class _Completion(OpenAiReply):
         return [self._make_choice(index) for index in range(len(self._choices))]
 
     def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
-        """Yield one event with all news about a choice, or nothing if there are none."""
+        """Yield one event with everything that is new in a choice, or nothing if nothing is new."""
         index = prompt_index * self._num_samples + delta.index
         choice = self._choices[index]
         self.add(prompt_index, delta)

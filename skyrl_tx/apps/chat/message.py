@@ -61,7 +61,7 @@ class ReasoningSplit:
         self._has_text = False
 
     def feed(self, text: str) -> list[TextPart]:
-        """Add text and return the pieces that are certain now."""
+        """Add text and return the pieces that are now known to be reasoning or content."""
         self._held += text
         pieces: list[TextPart] = []
         if self._state == "before":
@@ -138,7 +138,7 @@ class HermesParser:
         self._space = ""
         """White space at the end of the text so far.
 
-        It is dropped if a tool call follows, else it is text.
+        If a tool call follows, this white space is dropped. Otherwise it is part of the text.
         """
         self._has_calls = False
 
@@ -174,8 +174,8 @@ class HermesParser:
     def _release(self, text: str) -> list[Part]:
         """Return text that is certainly not a call.
 
-        White space at its end is held back until the next text. White space after a call is
-        dropped.
+        White space at the end of the text is held back until the next text. White space after a call
+        is dropped.
         """
         text = self._space + text
         stripped = text.rstrip()

@@ -111,7 +111,7 @@ class OpenAiReply(ChatReply):
         self.num_dropped = 0
         """Number of sampled tokens that are not returned, for example with `max_tokens` 0.
 
-        They are not in the usage.
+        These tokens are not in the usage.
         """
         self._head: JsonObject = {
             "id": f"{self.id_prefix}{secrets.token_hex(14)}",

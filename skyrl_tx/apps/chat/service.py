@@ -108,7 +108,7 @@ class ChatRequest:
     keep_stop: bool = False
     skip_special: bool = True
     needs_text: bool = True
-    """If False and the model has no tokenizer, the text is empty. If True, this is an error."""
+    """Whether the request fails if the model has no tokenizer. If False, the text is empty instead."""
     is_private: bool = False
     """If True, the console does not show these samples among the samples of the run."""
     kind: str = sessions.OPENAI

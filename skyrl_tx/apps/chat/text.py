@@ -144,7 +144,7 @@ class ModelText:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
     def decode_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of one token. They may be an incomplete character."""
+        """Return the UTF-8 bytes of one token. The bytes may be a part of a character."""
         piece = self.tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -230,7 +230,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text. Its last character may be incomplete."""
+        """Return the rest of the text. The last character may be incomplete."""
         text = self._decode(self._window)
         piece = text[self._num_released :]
         self._num_released = len(text)
@@ -257,6 +257,7 @@ class StopStrings:
         """With `keep_match`, the text includes the stop string."""
         self._stops = [stop for stop in stops if stop]
         self.num_chars = max(map(len, self._stops), default=0)
+        """The length of the longest stop string."""
         self._keep_match = keep_match
         self._held = ""
         self.matched: str | None = None
@@ -288,7 +289,10 @@ class StopStrings:
         return released
 
     def match_end(self, text: str) -> None:
-        """Match a stop string that includes special tokens. `text` ends like the sample, with them."""
+        """Match a stop string that includes special tokens.
+
+        `text` is the end of the sample with special tokens.
+        """
         matched = next((stop for stop in self._stops if text.endswith(stop)), None)
         if self.matched is None and matched is not None:
             self.matched = matched

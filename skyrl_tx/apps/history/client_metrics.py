@@ -48,8 +48,8 @@ _MODEL_NAMES = "model_id", "training_run_id"
 class RunMetrics:
     """Points of one logged run, and the model that the run belongs to.
 
-    The client has named the model (`model_id`), or the server looks for it among the owner's active
-    models (`seeks_model`).
+    Either the client has named the model (`model_id`), or the server looks for a fitting model among
+    the owner's active models (`seeks_model`).
     """
 
     run: LoggedRun
@@ -231,8 +231,8 @@ def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_n
     """Find where to store metrics of a session.
 
     The metrics belong to the model that the event names, or else to the only model of the session.
-    If the session has no or multiple models, they belong to a logged run with the name of the
-    session. Raises ApiError 404 if the caller may not see the session or the model.
+    If the session has no model or multiple models, the metrics belong to a logged run with the name
+    of the session. Raises ApiError 404 if the caller may not see the session or the model.
     """
     session = access.find_session(tx, call.caller, session_id)
 
@@ -244,7 +244,7 @@ def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_n
     if len(trained) == 1:
         return make_metrics_of_model(session.owner, trained[0].model_id)
 
-    # The session
+    # A logged run for the session
     row = sessions.get(tx, session_id)
     name, project = (None, None) if row is None else (row.display_name, row.project_id)
     run = LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])

@@ -1,8 +1,8 @@
 """Read and write logged runs and their points in the database.
 
 A logged run is a run of the client's logger, with metrics that only the client knows, for example
-rewards. It belongs to an owner, and to a training run (a model) once that is known. The number and
-size of its points are limited.
+rewards. A logged run belongs to an owner, and also to a training run (a model) once the server knows
+which. The number and the size of the points of a logged run are limited.
 """
 
 import json
@@ -29,12 +29,12 @@ RETENTION_S = 90 * 86_400.0
 MAX_POINTS = 50_000
 """Limit on the points of a logged run.
 
-Beyond it, every second point of the older half is deleted.
+If a run has more points, every second point of the older half is deleted.
 """
 MAX_BYTES = 32 * 2**20
 """Limit on the size of a logged run's values as JSON.
 
-Beyond it, points are deleted in the same way.
+If the values are larger, every second point of the older half is deleted.
 """
 MAX_PAGE_BYTES = 8 * 2**20
 """Limit on the size of the values that are read at once, as JSON, unless one point is larger."""

@@ -48,7 +48,7 @@ _Arguments = Mapping[str, object]
 async def _authenticate(request: Request) -> Principal:
     """Authenticate the caller.
 
-    The API key is trackio's write token, or in one of the headers of other clients.
+    trackio sends the API key as its write token. Other clients send it in one of the usual headers.
     """
     headers = request.headers
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -98,7 +98,8 @@ def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call, scope="func
 def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
     """Store logged entries.
 
-    Return how many were new, and how many were ignored because they have no number.
+    Return how many entries were new, and how many were ignored, because they have no number or no
+    valid name.
     """
     # Sort the entries by run
     entries = _read_entries(arguments)
@@ -119,7 +120,7 @@ def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
             "number or no valid name"
         )
 
-    # Store them
+    # Store the points
     call.add_stored(len(call.body.raw))
     now = time.time()
     num_new = sum(
@@ -163,7 +164,7 @@ def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
 
 
 def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
-    """Describe a run. A resumed run continues to count after `last_step`."""
+    """Describe a run. A client that resumes the run counts its steps after `last_step`."""
     project = _read_project(arguments)
     key, name = _read_name(arguments, "run_id"), _read_name(arguments, "run")
     rows = call.store.read(
@@ -198,7 +199,7 @@ def _read_project(arguments: _Arguments) -> str:
 
 
 def _read_name(arguments: _Arguments, field: str) -> str | None:
-    """Return a name among the arguments, or None if it is absent. Raises ApiError 400 for an invalid one."""
+    """Return a name among the arguments, or None if it is absent. Raises ApiError 400 for an invalid name."""
     value = arguments.get(field)
     name = clean_name(value)
     if name is None and value is not None:

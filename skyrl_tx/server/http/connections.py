@@ -158,7 +158,7 @@ class Connections:
         self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
-        """The connections whose client must send bytes now, or it is disconnected."""
+        """The connections on which the server waits for bytes. Their clients have a timeout."""
         self._sending: set[Connection] = set()
         """The connections whose client has not read enough yet for the server to send more."""
         self._closing: set[Connection] = set()

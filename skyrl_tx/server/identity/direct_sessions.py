@@ -49,7 +49,7 @@ def find_or_create_sampling_session(
         session_id, sampler, row = find(tx)
         if session_id is None:
             session_id = sessions.create(tx, owner=caller.owner, display_name=kind, now=now)
-        sessions.record_heartbeat(tx, session_id, now)  # no client sends heartbeats for it
+        sessions.record_heartbeat(tx, session_id, now)  # no client sends heartbeats for this session
         if row is not None:
             return row
         name = _choose_free_name(tx, session_id)
@@ -61,8 +61,8 @@ def find_or_create_sampling_session(
 def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
     """Return a free name for a sampling session.
 
-    The number of existing sampling sessions is only a start: old ones may have been removed, so the
-    name may be in use.
+    The search starts at the number of existing sampling sessions. The name with this number may be
+    in use, if older sampling sessions were removed.
     """
     number = len(sampling_sessions.list_ids_by_session(tx, session_id))
     while sampling_sessions.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
@@ -71,7 +71,7 @@ def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
 
 
 def find_sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> SamplerId | None:
-    """Return the weights at a path. None for the base model.
+    """Return the id of the weights at a path, or None for the base model.
 
     Raises ApiError 404 if the caller may read no checkpoint at this path.
     """

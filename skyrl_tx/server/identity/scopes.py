@@ -1,8 +1,8 @@
 """Which scopes of API keys allow which routes. Every route declares its scopes here.
 
 Keys of scope `user` and `admin` may call every route, except that only `admin` may call the routes
-in `ADMIN_ONLY`. The two scopes differ in which rows they see. A route that is not listed here
-allows no other scope.
+in `ADMIN_ONLY`. The two scopes differ in which rows they see. Keys of all other scopes may call
+only the routes that `_ADMITTED` lists for their scope.
 """
 
 from collections.abc import Mapping

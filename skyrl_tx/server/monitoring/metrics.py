@@ -49,7 +49,7 @@ class HttpGroup:
     """The metrics of one group of routes."""
 
     def __init__(self, name: str, requests: Counter, seconds: Histogram) -> None:
-        # Look up the labels only once: this takes longer than counting.
+        # Look up the labels only once, because the look-up takes longer than counting.
         self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
         self.get_counter = cache(partial(requests.labels, name))
 

@@ -54,7 +54,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
 def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse:
     """Return a number for a copy of a sampling client.
 
-    It makes the copy's sequence numbers unique.
+    The copy uses this number to make its sequence numbers unique.
     """
     name = SamplingSessionId(call.body.parse_model(schemas.JoinSamplingSessionRequest).sampling_session_id)
 
@@ -120,7 +120,8 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
 def _read_weights(call: ApiCall, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:
     """Return the base model and the checkpoint that a request names.
 
-    Raises UserError if it names another base model, or ApiError 400 if it names neither.
+    Raises UserError if the request names a base model that this server does not serve, or ApiError
+    400 if the request names neither a base model nor a checkpoint.
     """
     if model_path is None and base_model is None:
         raise bad_request("base_model: missing, and model_path too; one of them must name the weights to sample from")
@@ -131,7 +132,7 @@ def _read_weights(call: ApiCall, base_model: str | None, model_path: str | None)
 def _find_direct_session(call: ApiCall, ids: SampleRequestIds) -> SamplingSessionId:
     """Find or create the sampling session for a prompt that names its weights.
 
-    All prompts of an owner for the same weights share it.
+    All such prompts of an owner for the same weights share one sampling session.
     """
     base_model, path = _read_weights(call, ids.base_model, ids.model_path)
     row = direct_sessions.find_or_create_sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)

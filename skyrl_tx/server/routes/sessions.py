@@ -111,8 +111,8 @@ def list_sessions(
 ) -> dict[str, list[str]]:
     """List the caller's sessions, newest first.
 
-    `accessible` adds the sessions of its projects. For an admin, it lists the sessions of all
-    owners.
+    With `access_scope=accessible`, the list also has the sessions of the caller's projects. For an
+    admin, it then has the sessions of all owners.
     """
     is_wide = access_scope == "accessible"
     owner = call.caller.owner_filter if is_wide else call.caller.owner

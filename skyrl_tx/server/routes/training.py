@@ -119,8 +119,8 @@ def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
 def has_custom_losses(call: ApiCall) -> bool:
     """Return whether this server evaluates custom losses.
 
-    This needs support by the engine's backend, and the operator must not have disabled it. False
-    before the first start of an engine.
+    The backend of the engine must support custom losses, and the operator must not have disabled
+    them. Returns False before an engine has started for the first time.
     """
     if call.settings.no_custom_losses:
         return False

@@ -87,7 +87,7 @@ class Submission:
     def from_error(
         cls, kind: str, message: str, *, backward: bool = False, as_sent: Request | None = None
     ) -> "Submission":
-        """Return a request that uses its sequence number and fails with this message."""
+        """Return a rejected request, which takes its sequence number and fails with this message."""
         return cls.from_request(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
 
     @property
@@ -132,7 +132,10 @@ def from_json(
 
 
 def add_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
-    """Add recorded samples to a pass that has provenance spans. Reject it if a span is wrong."""
+    """Add recorded samples to a pass that has provenance spans.
+
+    Rejects the pass if a span is wrong.
+    """
     request = submission.request
     if not submission.provenance or not isinstance(request, ModelPass):
         return submission
