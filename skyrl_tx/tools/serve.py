@@ -1,8 +1,8 @@
 """The commands `serve`, `api`, `engine` and `quickstart`, whose flags are generated from settings classes.
 
 `serve` starts a server, `api` and `engine` start one part of it, and `quickstart` runs a demo. The
-flags of a server depend on its backend and sampler, so `add_settings` finds out which ones the
-operator chose before it adds the other flags.
+flags of a server depend on its backend and sampler. So `add_settings` first finds out which backend
+and sampler the operator chose, and then adds the other flags.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def add_settings(
 
     Both this function and the returned function raise SettingsError, which names each invalid setting.
     """
-    # Names of settings that earlier releases had. They still may be set, and only cause a warning.
+    # Names of settings of earlier releases that are set in the environment. They only cause a warning.
     removed_names = check_environment(os.environ, APP_SETTINGS)
 
     # Find out which backend and sampler were chosen.

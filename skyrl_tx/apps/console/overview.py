@@ -62,7 +62,7 @@ class RecentCache(Generic[V]):
         self._values: OrderedDict[Hashable, tuple[float, V]] = OrderedDict()
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the cached value of a key, or compute it if it is older than the lifetime.
+        """Return the cached value of a key, or compute a new one if it is older than the lifetime.
 
         Errors are not cached.
         """
@@ -113,8 +113,8 @@ def _collect(visit: Visit) -> Mapping[str, object]:
     today = visit.read(lambda tx: usage.read_totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
     failed = visit.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))
 
-    own = [group for group in groups if visit.caller.can_act_for(group.owner)]
-    lines, hidden = make_user_lines(own, recent, today)
+    visible_groups = [group for group in groups if visit.caller.can_act_for(group.owner)]
+    lines, hidden = make_user_lines(visible_groups, recent, today)
 
     return {
         "engine": describe_engine(visit, state),
@@ -149,9 +149,9 @@ def make_rate_tiles(
 ) -> list[Tile]:
     """Make a tile with the tokens per second of training, sampling and prefill.
 
-    `history` has gauges of the last two hours, in order. If it has no recent ones, which is the
-    case when the server has just started, the rates come from `buckets`: time, kind of work, and
-    tokens in five minutes.
+    `history` has gauges of the last two hours, in order. If the server has just started, `history`
+    has no recent gauges. Then the rates come from `buckets`: time, kind of work, and tokens in five
+    minutes.
     """
     newest = int(now) // BUCKET_S * BUCKET_S
     starts = [newest - BUCKET_S * back for back in range(_SHOWN_BUCKETS - 1, -1, -1)]
@@ -241,7 +241,7 @@ def make_gauge_tiles(
 def flatten_meters(meters: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers in the engine's meters, and the memory of the fullest device.
 
-    They have the same names as in the server's history of gauges.
+    The numbers have the same names as in the server's history of gauges.
     """
     values = {name: float(value) for name, value in meters.items() if isinstance(value, int | float)}
     for value in meters.values():
@@ -255,7 +255,7 @@ def flatten_meters(meters: Mapping[str, object]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class UserLine:
-    """A line of the table of users: the open requests of an owner, and its tokens today."""
+    """A line of the table of users: the open requests of an owner, and the owner's tokens today."""
 
     owner: str
     what: str

@@ -44,7 +44,7 @@ class ListQuery:
 def _match(query: ListQuery, *columns: object) -> ColumnElement[bool]:
     """Return the SQL condition that a column contains the search text.
 
-    It is true if there is no search text.
+    The condition is always true if there is no search text.
     """
     if not query.search:
         return true()
@@ -117,7 +117,7 @@ def list_runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list
 
 
 def list_runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
-    """Return the runs that were loaded from one of these checkpoints, and the checkpoint's path."""
+    """Return the runs that were loaded from one of these checkpoints, each with the path."""
     statement = (
         select(col(ModelRow.model_id), col(ModelRow.loaded_from))
         .where(col(ModelRow.loaded_from).in_(paths), _IS_KEPT)
@@ -278,8 +278,8 @@ def read_checkpoint_page(
 ) -> tuple[list[tuple[CheckpointRow, str]], int, int]:
     """Return a page of checkpoints with their owners, and the number and size of all checkpoints.
 
-    The newest come first. `scope` is "own", "published" (by any owner), or "deleted" (can still be
-    restored).
+    The newest checkpoints come first. `scope` is "own", "published" (by any owner), or "deleted"
+    (checkpoints that can still be restored).
     """
     # Filters
     is_wanted: ColumnElement[bool] = _IS_KEPT

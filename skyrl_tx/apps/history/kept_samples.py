@@ -1,8 +1,9 @@
 """Choose and store sampled sequences that people can read in the console.
 
-A group is the samples of one request. It is kept or deleted as a whole. For each step, the server
-keeps the groups with the smallest request ids. Request ids are hashes, so this is a uniform random
-choice. It does not depend on the order in which requests complete, and is the same after a crash.
+A group is the samples of one request. A group is kept or deleted as a whole. For each step, the
+server keeps the groups with the smallest request ids. Request ids are hashes, so this is a uniform
+random choice. The choice does not depend on the order in which requests complete, and is the same
+after a crash.
 """
 
 from bisect import insort
@@ -25,7 +26,7 @@ MAX_ROWS = 1000
 _MAX_STEPS = 256
 """The chosen groups of this many steps are cached in memory.
 
-For other steps, they are read from the database.
+The chosen groups of other steps are read from the database.
 """
 _PERIOD_S = 3600
 """Samples without a step, for example from base weights, are chosen per hour, not per step."""
@@ -51,7 +52,7 @@ class NewSample:
 class NewGroup:
     """The samples of one request, in index order. `prompt` is int32 [P].
 
-    See `KeptSampleRow` for the other fields.
+    The other fields are explained in `KeptSampleRow`.
     """
 
     request_id: RequestId
@@ -192,7 +193,7 @@ def find_kept(tx: Session, owner: str, sequence_ids: Iterable[str]) -> set[str]:
 def record_training(tx: Session, model_id: ModelId, step: int, trained: Iterable[TrainedSequence]) -> None:
     """Record the results of a training pass for kept sequences.
 
-    They replace the results of earlier passes.
+    The new results replace the results of earlier passes.
     """
     common = {"by_model": model_id, "in_step": step}
     rows = [
@@ -260,7 +261,7 @@ def read_groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | N
         if owner is None or row.owner == owner:
             rows.setdefault(row.request_id, []).append(row)
 
-    # Decode them
+    # Decode the rows
     return [
         KeptGroup(
             request_id=request_id,
@@ -327,7 +328,7 @@ def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
 class KeepDecision:
     """The decision about a new group.
 
-    `replaced` is the group that must be deleted for it, if any.
+    `replaced` is the group that must be deleted to keep the new group, if any.
     """
 
     is_kept: bool

@@ -43,7 +43,8 @@ class CheckpointEvent(Response):
 class StorageEvent(Response):
     """The storage of checkpoints in one hour, in gigabytes (10^9 bytes).
 
-    The field `free` is left out, because SDK 0.30 refuses it. The SDK then treats it as false.
+    The field `free` is left out, because SDK 0.30 refuses the field. The SDK treats a missing field
+    as false.
     """
 
     type: Literal["storage"] = "storage"
@@ -54,9 +55,9 @@ EventInfo = TrainingEvent | PrefillEvent | SampledEvent | CheckpointEvent | Stor
 
 
 class UsageEvent(Response):
-    """The usage of one kind in one hour of one session.
+    """The usage of one kind, for example sampled tokens, in one hour of one session.
 
-    The cost fields are set if the kind has a price.
+    The cost fields are set if this kind of usage has a price.
     """
 
     bucket_start: datetime

@@ -65,7 +65,7 @@ ORGANIZATION = "self-hosted"
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """The secret of a data directory. It survives restarts, and so do its signatures."""
+    """The secret of a data directory. Signatures stay valid after a restart of the server."""
 
     secret: bytes
 
@@ -73,7 +73,7 @@ class SigningKey:
     def from_data_dir(cls, data_dir: Path) -> "SigningKey":
         """Read the key of a data directory, or create one.
 
-        Raises ValueError if the file has another length.
+        Raises ValueError if the file of the key does not have 32 bytes.
         """
         path = data_dir / _KEY_FILE
         if not path.exists():
@@ -113,7 +113,10 @@ class Principal:
     scope: KeyScope = "user"
     key_id: int | None = None
     parent_key_id: int | None = None
-    """Number of the key that created the caller's key, see `ApiKeyRow.parent_id`."""
+    """Number of the key that created the caller's key, or None if an admin created it.
+
+    The work of the caller counts for the quotas of that key, see `quota_key_id`.
+    """
 
     @property
     def quota_key_id(self) -> int | None:
@@ -162,8 +165,8 @@ class FailedKeys:
     """Limits wrong keys per network, so that guessing keys costs the server almost nothing.
 
     Each network has a token bucket: `limit` wrong keys at once, and one more every three seconds.
-    For example, with `limit=20` a client may send 20 wrong keys at once. A `limit` of 0 disables
-    this. The server remembers 10,000 networks and forgets the least recently recorded ones.
+    For example, with `limit=20` a client may send 20 wrong keys at once. With `limit=0`, nothing is
+    limited. The server remembers 10,000 networks and forgets the least recently recorded ones.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -174,7 +177,7 @@ class FailedKeys:
         """The time at which the bucket of a network will be full again."""
 
     def get_wait_s(self, address: str) -> float:
-        """Return the number of seconds until another wrong key is allowed. 0: now."""
+        """Return the number of seconds until another wrong key is allowed, or 0 if it is now."""
         if not self._limit:
             return 0.0
         with self._lock:
@@ -335,7 +338,7 @@ class Authenticator:
     def _use_key(self, row: ApiKeyRow, *, is_token: bool) -> Principal:
         """Return the principal of a key, and record the use.
 
-        Raises ApiError 401 if it has expired.
+        Raises ApiError 401 if the key has expired.
         """
         now = time.time()
         if row.expires_at is not None and keys.get_status(row, now) == "expired":
@@ -408,7 +411,7 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
 def read_credential(request: Request) -> str:
     """Return the credential of a request. "" if there is none.
 
-    The SDK sends it as X-API-Key, and OpenAI clients send it as a bearer token.
+    The SDK sends the credential as X-API-Key. OpenAI clients send the credential as a bearer token.
     """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")

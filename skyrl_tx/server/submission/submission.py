@@ -205,14 +205,14 @@ def submit_json(
     *,
     backward: bool = False,
 ) -> FutureHandle:
-    """Queue a JSON request for a model. The future of the request reports errors in it."""
+    """Queue a JSON request for a model. The future of the request reports errors of the request."""
     request = call.body.parse_request()
     ids = request.parse_ids(ModelRequestIds)
     return submit(call, ids, from_json(kind, schema, request, translate, call.check_unknown, backward=backward))
 
 
 def submit(call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
-    """Queue a request for a model. Adds recorded samples or the custom loss if it needs them."""
+    """Queue a request for a model, with recorded samples or a custom loss if the request needs them."""
     complete = add_recorded_samples(call.store, call.caller, submission)
     complete = add_custom_loss(call, ModelId(ids.model_id), complete)
     return call.store.write(lambda tx: submit_to_model(tx, call, ids, complete))
@@ -243,7 +243,8 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
     """Queue a request that creates a model, and create the row of the model.
 
     A rejected request creates no row. `create_model` and `load_weights` number the models of a
-    session together, so they share their idempotency keys, too.
+    session together: `model_seq_id` 3 is one model, whichever of them created it. So both kinds of
+    requests have the same idempotency keys.
     """
     now = time.time()
     session_id = SessionId(ids.session_id)
@@ -327,12 +328,12 @@ def submit_to_sampler(
         key: The idempotency key from `make_sampling_key`.
         submission: The translated request.
         is_streamed: Whether the API process reads tokens while they are sampled.
-        engine: The engine that should execute the request. Weights that have not been written to
-            disk are in the memory of one engine. Then that engine executes the request instead.
+        engine: The engine that should execute the request. If the weights have not been written to
+            disk yet, the request goes to the engine that has the weights in memory instead.
 
     Returns:
         The stored request. None if the sampling session is gone, or has other weights than `row`
-        now. Nothing is queued then, and the caller translates the request again.
+        now. In this case nothing is queued, and the caller must translate the request again.
     """
     now = time.time()
     name = row.sampling_session_id
@@ -362,14 +363,17 @@ def submit_to_sampler(
 
 
 def make_sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
-    """Return the idempotency key of a sample request. Its sequence ids are derived from the key."""
+    """Return the idempotency key of a sample request.
+
+    The ids of the sampled sequences are derived from this key.
+    """
     return _make_key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
 
 
 def _make_key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
-    """Return the idempotency key of a request: its sequence number, or else the header.
+    """Return the idempotency key of a request, which contains its sequence number or else the header.
 
-    "" if the request has neither.
+    Returns "" if the request has neither. Such a request is never recognized as a retry.
     """
     if seq_id is not None:
         return f"{stem}/{seq_id}"

@@ -48,7 +48,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 30
 _MAX_ROWS = 12
 _PERIOD_S = 1.0
-"""How often `--watch` shows the screen again."""
+"""How often `--watch` refreshes the screen, in seconds."""
 _GOOD = frozenset({"ready"})
 
 _ROLES = "api", "engine"
@@ -132,7 +132,10 @@ class ServerStatus:
     work: Sequence[Mapping[str, Any]]
     failures: Sequence[Mapping[str, Any]]
     meters: Mapping[str, Any]
-    """The last published `totals`, `queues`, `places` and `backend`, summed over engines; empty if there are none."""
+    """The counters and gauges that the engines published last, summed over engines; empty if there are none.
+
+    The keys are `totals`, `queues`, `places` (models and samplers in memory) and `backend`.
+    """
     sampled_s: float | None
     """Age of the newest gauges. An API process writes gauges every ten seconds."""
     rates: Mapping[str, float]
@@ -375,7 +378,10 @@ def _is_running(pid: int) -> bool:
 
 
 def _has_sigquit_handler(pid: int) -> bool:
-    """Return whether a process handles SIGQUIT, which would end it otherwise. True if this cannot be found out."""
+    """Return whether a process handles SIGQUIT. The signal ends a process without a handler.
+
+    Returns True if this cannot be found out.
+    """
     status = _PROCESSES / str(pid) / "status"
     if not status.is_file():
         return True

@@ -29,7 +29,11 @@ NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
 NUM_HELD_OUT = 64  # questions of the held-out loss
 PRINT_EVERY = 20  # supervised steps
 SAMPLE_SLOTS = 8
-"""With more slots the server compiles programs for multiple batch sizes, which takes longer than it saves here."""
+"""How many samples the server decodes at the same time.
+
+With more slots, the server would compile programs for multiple batch sizes. In such a short training this takes longer
+than larger batches save.
+"""
 _READY = re.compile(r"ready at (https?://\S+);")
 _READY_WITHIN_S = 600.0
 _PRINT_COMPILATION_EVERY_S = 10.0
@@ -84,7 +88,7 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
     print(f"Tiny model: {model} ({title} architecture, random weights, written in {seconds:.1f} s)")
     print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
 
-    # Serve it, and train it in both ways.
+    # Serve the model, and train it: first supervised, then by reward.
     data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
     flags = ("--base-model", str(model.resolve()), "--served-model-name", name)
     flags += ("--backend-config.sample-slots", str(SAMPLE_SLOTS))
@@ -117,7 +121,7 @@ tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
 
 
 def print_compilation(url: str) -> None:
-    """Print the server's progress in compiling programs on a new thread, as long as it compiles."""
+    """Print the progress of the server while it compiles programs. Prints in a new thread, and returns at once."""
 
     def watch() -> None:
         with suppress(httpx.HTTPError):  # the server has stopped

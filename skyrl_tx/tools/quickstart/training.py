@@ -220,9 +220,9 @@ def train_rl(
 def compute_reward(chat: Chat, sequence: SampledSequence) -> float:
     """Return the reward of an answer.
 
-    1 if the answer ends within the token budget and its last line is `#### <number>`, 0.5 if it ends otherwise, and 0
-    if it does not end. Without the reward for ending, the model would soon write only such lines and never end, and
-    then no sample would teach it to end.
+    The reward is 1 if the answer ends within the token budget with the line `#### <number>`, 0.5 if the answer ends
+    within the budget with another line, and 0 if it does not end. Without the reward for ending, the model would soon
+    write only such lines and never end, and then no sample would teach it to end.
     """
     if sequence.stop_reason != "stop":
         return 0.0
