@@ -3,7 +3,7 @@
 The OpenAI schemas include extensions that vLLM and SGLang have made common, for example
 `prompt_logprobs`. A request with an unknown field gets an error, because the field could change the
 result. Some fields are listed here although only their neutral value is supported, for example
-`presence_penalty` 0, so that clients that send it still work.
+`presence_penalty` 0, so that clients that send this value still work.
 """
 
 from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ class MessageToolCall(WireModel):
 
 
 class ContentPart(WireModel):
-    """A part of a message's content. Only text is supported, so the error names the type."""
+    """A part of a message's content. Parts that are not text get an error that names their type."""
 
     type: str
     text: str | None = None

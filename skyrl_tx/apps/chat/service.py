@@ -161,7 +161,7 @@ class ChatService:
         return (await self.start_all(caller, [request]))[0]
 
     async def start_all(self, caller: Principal, chat_requests: Sequence[ChatRequest]) -> list[Generation]:
-        """Submit multiple requests. If one is refused, cancel all of them."""
+        """Submit multiple requests. If one request is refused, all of them are cancelled."""
         # Refuse the call if the engine is down or the caller has used up a quota
         report = await self.context.engine.get_recent_report()
         if report.problem is not None:
@@ -227,7 +227,8 @@ class ChatService:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Encode a prompt. Raises ContextTooLong for a text that cannot fit into the context.
 
-        This is checked first, because encoding takes a second and 150 MB per million characters.
+        The length of the text is checked first, because encoding takes a second and 150 MB per
+        million characters.
         """
         limit = self.limits.max_context_length or _MAX_CONTEXT
         num_tokens = self.text.count_min_tokens(text)
@@ -244,7 +245,7 @@ class ChatService:
     def check_num_logprobs(self, chat_requests: Sequence[ChatRequest], *, are_returned: bool) -> None:
         """Raise UserError if a response may have too many log-probabilities.
 
-        Without `are_returned`, it has no log-probabilities of sampled tokens.
+        Without `are_returned`, the response has no log-probabilities of sampled tokens.
         """
         total = 0
         for request in chat_requests:
@@ -294,7 +295,7 @@ class ChatService:
                     )
                 )
 
-                # Write it to the database, for the engine that admission chooses
+                # Write the request to the database, for the engine that admission chooses
                 engine = admission.choose_engine(row.sampling_session_id)
                 submitted = store.write(
                     lambda tx, row=row, sample=sample, engine=engine: submission.submit_to_sampler(

@@ -39,7 +39,7 @@ _COLUMNS = (
     *("subject", "training_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
     *("checkpoints", "device_s", "gigabyte_hours", "cost_usd"),
 )
-_ADDRESSES = {"session": "/sessions/", "run": "/training_runs/"}
+_PAGE_PATHS = {"session": "/sessions/", "run": "/training_runs/"}
 _WIDTH, _HEIGHT = 800.0, 120.0
 _GAP = 0.2
 """The gap between two bars, as a fraction of the width of a day."""
@@ -106,7 +106,7 @@ class QuotaLine:
     allowed: str
     share: float
     beyond: str | None
-    """The fate of new requests, if a daily quota is used up."""
+    """If a daily quota is used up: whether new requests wait or fail until 00:00 UTC, as text."""
 
 
 def describe_quotas(uses: Sequence[QuotaUse]) -> Iterator[QuotaLine]:
@@ -194,9 +194,9 @@ def show_usage(visit: Visit) -> Page:
             "bars": draw_days(daily, days, visit.now),
             "has_costs": any(line.cost_usd is not None for line in lines),
             "page_of": {
-                line.subject: _ADDRESSES[by] + quote(line.subject, safe=":")
+                line.subject: _PAGE_PATHS[by] + quote(line.subject, safe=":")
                 for line in lines[:_MAX_SHOWN]
-                if by in _ADDRESSES and " " not in line.subject
+                if by in _PAGE_PATHS and " " not in line.subject
             },
             "csv": visit.make_url(by=by, days=days).replace("/usage", "/usage.csv", 1),
         },

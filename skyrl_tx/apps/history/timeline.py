@@ -27,16 +27,19 @@ MAX_COUNTERS = 32
 MAX_SLICES = 10_000
 """Limit on the requests in a trace, per source. The oldest are left out."""
 _MAX_GROUPS = 200
-"""Limit on the models of a session, and on its samplers. The oldest are left out."""
+"""Limit on the models of a session, and on its samplers. The oldest ones are left out."""
 _MAX_LOGGED_BYTES = 32 * 2**20
-"""Limit on the size of the logged values of a session, as JSON. The models share it equally."""
+"""Limit on the size of the logged values of a session, as JSON.
+
+Each model of the session gets an equal part of the limit.
+"""
 _WITH_POINTS = ("model_pass", "optim_step")
 _ROWS_PER_RESULT = 5
 """To find n requests without points, the newest n times this many rows are searched."""
 _MAX_PASSES = 200
 """Limit on the open and failed requests that are read.
 
-For each, SQLite also has to read the large body.
+SQLite has to read the large body of each of these requests too.
 """
 _KINDS: Mapping[PointKind, str] = {"train": "forward_backward", "forward": "forward", "step": "optim_step"}
 
@@ -82,7 +85,7 @@ class TimelineSpan:
 
     @property
     def end(self) -> float:
-        """The end, but not before the beginning. The clock may have been set back."""
+        """The end of the span. Never before the beginning, even if the clock was set back."""
         return max(self.created_at, self.ended_at)
 
 
