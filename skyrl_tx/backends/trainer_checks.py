@@ -1,7 +1,8 @@
 """Compare some of the sampler's log-probabilities with the trainer's, while the server runs.
 
 The trainer gets prompt and sample as one prompt, and returns the log-probabilities of the sample's
-tokens under the same weights. The mean absolute difference is the sample's *gap*.
+tokens under the same weights. The mean absolute difference between the log-probabilities of trainer
+and sampler is the *gap* of the sample.
 
 Log-probabilities of prompts are computed at temperature 1 and without filters. So only samples at
 temperature 0, or at temperature 1 without top-k and top-p, are compared.
@@ -28,7 +29,7 @@ from skyrl_tx.contract.results import SampleDelta, TrainerGap
 
 _log = logging.getLogger(__name__)
 _MIN_WARNED_TOKENS = 16
-"""Shorter samples cause no warning, because one token can dominate their mean."""
+"""Samples with fewer tokens cause no warning, because one token can dominate their gap."""
 MAX_GAP = 0.25
 """The largest gap, in nats, that rounding explains.
 Rounding in bfloat16 causes a few hundredths, different weights cause about 1."""
@@ -74,8 +75,8 @@ class TrainerChecks:
     def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers, share: float) -> None:
         """Compare a `share` of all samples, from 0 to 1.
 
-        The request id and the index decide which, so that a replay after a crash chooses the same
-        samples.
+        The request id and the index of a sample decide whether it is compared, so that a replay
+        after a crash chooses the same samples.
         """
         self._trainer = trainer
         self._samplers = samplers

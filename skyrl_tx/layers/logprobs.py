@@ -17,7 +17,8 @@ from skyrl_tx.layers.stable_bits import exp_unfused
 PositionLoss = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """A loss of single positions: (log-probabilities, further inputs) -> (derivative, further outputs).
 
-The derivative is by the log-probabilities. Inputs and outputs are trees of arrays [B, T, ...].
+The derivative is with respect to the log-probabilities. Inputs and outputs are trees of arrays
+[B, T, ...].
 """
 
 CHUNK_POSITIONS = 256
@@ -25,7 +26,8 @@ CHUNK_POSITIONS = 256
 JOINED_CHUNKS = 4
 """GPUs compute this many chunks at once.
 
-With 256 positions they spend as much time on reading the unembedding as on multiplying.
+With a single chunk of 256 positions, they would spend as much time on reading the unembedding as on
+multiplying.
 """
 
 

@@ -7,12 +7,13 @@ An `Adapter` has one of two forms, which differ in the shape of `scale`:
 
 - *One adapter for all rows*: `scale` is a scalar, and leaves are [L, I, R] and [L, R, O] (without L
   for the unembedding). A map takes two more plain products. Training differentiates this form.
-- *Slots*: `scale` is [A], and every leaf has a leading A. `RowSlots` says which rows use which
-  slot. A row may multiply the weights of another slot by zero, so all weights must be finite. An
-  adapter with NaN weights therefore has a NaN scale instead.
+- *Slots*: multiple adapters, one in each slot. `scale` is [A], and every leaf has a leading A.
+  `RowSlots` says which rows use which slot. A row may multiply the weights of another slot by zero,
+  so all weights must be finite. An adapter with NaN weights is therefore stored with weights of
+  zero and a NaN scale.
 
 Ranks are padded with zeros to a common R. Zero columns of A and zero rows of B get zero gradients,
-so padding stays zero, and so do targets that are not trained.
+so padding stays zero. Linear maps that are not trained have zeros too, which stay zero likewise.
 """
 
 import math
@@ -73,9 +74,9 @@ class RowAdapter:
     scale: jax.Array  # scalar, or [G]
     group_M: jax.Array | None = None
     joins: bool = struct.field(pytree_node=False, default=False)
-    """Whether a `ConcatenatedMap` may be used.
+    """Whether a `ConcatenatedMap` may be used: only on a single device.
 
-    Only on a single device, because the dim that grows may be sharded on a mesh.
+    On a mesh, the dim that the concatenation makes longer may be sharded.
     """
 
     def compute_delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
