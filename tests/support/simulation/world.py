@@ -162,7 +162,7 @@ class Api:
             return {"type": "http.request", "body": raw, "more_body": False}
 
         assert self.context is not None
-        state = SimpleNamespace(context=self.context, authenticator=self.context.authenticator)
+        state = SimpleNamespace(context=self.context, authenticator=self.context.authenticator, logged_at={})
         scope = {
             "type": "http",
             "method": "POST",
@@ -181,7 +181,10 @@ class Api:
             call = _run(api_context._read_call(request, caller, _LIMITS))
             self._world.scheduler.pause()
             found = route(call=call, **path)
-            value = found.model_dump(mode="json", exclude_none=True) if isinstance(found, BaseModel) else found
+            if isinstance(found, Response):
+                value = json.loads(bytes(found.body))
+            else:
+                value = found.model_dump(mode="json", exclude_none=True) if isinstance(found, BaseModel) else found
             status = 200
         except Exception as error:
             response = _run(app._handle_error(request, error))
