@@ -67,11 +67,7 @@ The waits between these starts take less than four seconds in total.
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _FULL_COLLECTION_AFTER = 1_000
-"""Smaller garbage collections before a full one; see `tune_garbage_collection`.
-
-The value means practically never. Full collections are not needed, because long polls create no
-cyclic garbage, and other calls are short.
-"""
+"""Smaller garbage collections before a full one: practically never, see `tune_garbage_collection`."""
 
 
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:

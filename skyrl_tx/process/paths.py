@@ -25,8 +25,8 @@ def explain_os_error(error: OSError, about: Path | None = None) -> str:
         return " ".join(str(error).split())
     path, about = Path(name).absolute(), about or Path(name)
 
-    # A file is where a directory should be.
-    file = next((parent for parent in reversed(path.parents) if parent.is_file()), None)
+    # A file is where a directory should be. Methods of Path would raise if a parent denies access.
+    file = next((parent for parent in reversed(path.parents) if os.path.isfile(parent)), None)
     if error.errno == errno.EEXIST or (error.errno == errno.ENOTDIR and file is not None):
         return f"{about}: {file or path} is a file, not a directory"
 
@@ -41,10 +41,11 @@ def find_blocker(path: Path) -> Path | None:
     """Return the file or directory that denies this process access to a path, or None."""
     for parent in reversed(path.parents):
         if not _has_access(parent, os.X_OK):
-            return parent if parent.exists() else parent.parent  # to create `parent`, `parent.parent` must be writable
-    if not path.exists():
+            # To create `parent`, `parent.parent` must be writable.
+            return parent if os.path.exists(parent) else parent.parent
+    if not os.path.exists(path):
         return None if _has_access(path.parent, os.W_OK) else path.parent
-    needed = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    needed = os.R_OK | os.W_OK | (os.X_OK if os.path.isdir(path) else 0)
     return None if _has_access(path, needed) else path
 
 
