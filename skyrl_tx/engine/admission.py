@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from skyrl_tx.contract.results import Result
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause
 
@@ -69,7 +69,7 @@ class Admission:
     def record_start(self, queued: QueuedRequest, num_tokens: int) -> None:
         """Charge a request that is about to start with the most tokens that it can use."""
 
-    def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
+    def record_drawn(self, queued: QueuedRequest, drawn: SampledTokenCounts) -> None:
         """Count the tokens of a sample that ends or is cancelled.
 
         Settle the charge: `record_start` charged the most tokens that the sample could use.

@@ -14,7 +14,7 @@ from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.admission import MakeAdmission
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
@@ -73,7 +73,7 @@ class ResultObserver:
         """
 
     def observe_drawn(
-        self, queued: QueuedRequest, drawn: DrawnTokens, origin: Origin, device_s: float
+        self, queued: QueuedRequest, drawn: SampledTokenCounts, origin: Origin, device_s: float
     ) -> ObserverRows | None:
         """Observe the tokens of a sample request that ended in any way.
 

@@ -30,7 +30,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelPass, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepOutput, Result, SampleOutput
 from skyrl_tx.engine.activity import Watchdog
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
@@ -240,7 +240,7 @@ class EngineMetrics:
         if not math.isfinite(result.metrics.get("loss:sum", 0.0)):
             self.count_nonfinite("loss")
 
-    def count_drawn(self, owner: str, drawn: DrawnTokens) -> None:
+    def count_drawn(self, owner: str, drawn: SampledTokenCounts) -> None:
         """Count the tokens of a sample request that has ended or was cancelled."""
         num_prompt = drawn.prompt + drawn.cached
         self._prompt_tokens.labels("true").inc(drawn.cached)

@@ -17,7 +17,7 @@ from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import BASE_WEIGHTS, Origin
@@ -70,7 +70,7 @@ class ResultObservers:
         )
 
     def observe_drawn(
-        self, queued: QueuedRequest, request: Sample, drawn: DrawnTokens, device_s: float
+        self, queued: QueuedRequest, request: Sample, drawn: SampledTokenCounts, device_s: float
     ) -> ObserverRows | None:
         """Return the rows about the tokens of a sample request, also of a cancelled one."""
         if not self.observers:

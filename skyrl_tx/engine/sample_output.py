@@ -31,7 +31,7 @@ _CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTokens:
+class SampledTokenCounts:
     """The tokens of a sample request so far, also of a request that was cancelled."""
 
     prompt: int
@@ -68,13 +68,13 @@ class SampleAssembler:
         """Number of samples that have not ended."""
         return sum(sequence.stop_reason is None for sequence in self._sequences)
 
-    def count_tokens(self) -> DrawnTokens:
+    def count_tokens(self) -> SampledTokenCounts:
         """Return the number of tokens so far.
 
         All prompt tokens count from the start of the request, even while they are being computed.
         """
         num_cached = self._prompt.cache_hit_tokens
-        return DrawnTokens(
+        return SampledTokenCounts(
             prompt=max(self.request.prompt.size - num_cached, 0),
             cached=num_cached,
             sampled=sum(sequence.count_tokens() for sequence in self._sequences),

@@ -13,7 +13,7 @@ from typing import cast
 Message = Mapping[str, object]
 
 
-class Arguments(dict[str, object]):
+class ToolArguments(dict[str, object]):
     """The arguments of a tool call, with the JSON text that the client sent."""
 
     def __init__(self, values: Mapping[str, object], sent: str) -> None:
@@ -58,7 +58,7 @@ def _write_arguments(messages: Sequence[Message]) -> Sequence[Message]:
     def convert(call: Mapping[str, object]) -> Mapping[str, object]:
         function = cast(Mapping[str, object], call["function"])
         arguments = function["arguments"]
-        sent = arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
+        sent = arguments.text if isinstance(arguments, ToolArguments) else json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": sent}}
 
     return [

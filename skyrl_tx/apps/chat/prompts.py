@@ -12,7 +12,7 @@ from skyrl_tx.apps.chat.message import (
     begins_inside,
     choose_parser,
 )
-from skyrl_tx.apps.chat.message_forms import Arguments, Message, read_text
+from skyrl_tx.apps.chat.message_forms import Message, ToolArguments, read_text
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
     AnthropicTool,
@@ -156,7 +156,7 @@ def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str
     return call if call_id is None else {"id": call_id, **call}
 
 
-def _read_arguments(text: str, where: str) -> Arguments:
+def _read_arguments(text: str, where: str) -> ToolArguments:
     path = f"{where}.function.arguments"
     try:
         value: object = json.loads(text or "{}")
@@ -166,7 +166,7 @@ def _read_arguments(text: str, where: str) -> Arguments:
         raise FieldError(f"{path} {quote_value(text)}: is not valid JSON: {error}", path) from error
     if not isinstance(value, dict):
         raise FieldError(f"{path} {quote_value(text)}: must be a JSON object", path)
-    return Arguments(cast(dict[str, object], value), text or "{}")
+    return ToolArguments(cast(dict[str, object], value), text or "{}")
 
 
 def convert_anthropic_messages(system: Content | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, object]]:

@@ -161,11 +161,15 @@ class ModelText:
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """The EOS token in the tokenizer's configuration, or None if there is none."""
+        """The EOS token in the tokenizer's configuration, or None if there is none.
+
+        A token that is not in `tokenizer.json` does not count, because the model cannot draw it.
+        """
         if not self.has_tokenizer:
             return None
         name = self._files.special_tokens.get("eos_token")
-        return None if name is None else self.tokenizer.token_to_id(name)
+        token = None if name is None else self.tokenizer.token_to_id(name)
+        return token if token is not None and token < self._files.num_stored_tokens else None
 
     @cached_property
     def _extra_token_ids(self) -> frozenset[int]:

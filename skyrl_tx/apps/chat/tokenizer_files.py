@@ -80,6 +80,8 @@ class TokenizerFiles:
         Raises UserError if a file is malformed.
         """
         self._model = model
+        self.num_stored_tokens = 0
+        """The vocabulary of `tokenizer.json`, without tokens that other files add; set by `load_tokenizer`."""
         self._config = _read_json(model, _CONFIG)
         # transformers reads the two older files only if the configuration has no list of tokens
         self._is_complete = "added_tokens_decoder" in self._config
@@ -110,6 +112,7 @@ class TokenizerFiles:
             return None
         try:
             tokenizer = Tokenizer.from_file(str(path))
+            self.num_stored_tokens = tokenizer.get_vocab_size()
             known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
             new = [token for token in self._iterate_added_tokens(tokenizer) if repr(token) not in known]
             tokenizer.add_tokens(new)

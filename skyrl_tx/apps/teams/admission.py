@@ -29,7 +29,7 @@ from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Reje
 from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.checkpoints import is_unexpired, sum_bytes
 from skyrl_tx.store.database import Store, execute
@@ -143,7 +143,7 @@ class QuotaAdmission(Admission):
             self._charges[queued.request_id] = charge = _Charge(self._list_quota_keys(queued, limit), num_tokens)
             self._charged.update(dict.fromkeys(charge.keys, num_tokens))
 
-    def record_drawn(self, queued: QueuedRequest, drawn: DrawnTokens) -> None:
+    def record_drawn(self, queued: QueuedRequest, drawn: SampledTokenCounts) -> None:
         """Count the tokens of a sample request that ends or is cancelled."""
         self._remove_charge(queued)
         tokens = drawn.prompt + drawn.sampled

@@ -11,7 +11,7 @@ from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RetentionRule
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
@@ -38,7 +38,9 @@ class UsageObserver(ResultObserver):
         """Count the device seconds of an optimizer step."""
         return _add(queued, model.model_id, [Work(kind="training", device_s=time.device_s)])
 
-    def observe_drawn(self, queued: QueuedRequest, drawn: DrawnTokens, origin: Origin, device_s: float) -> ObserverRows:
+    def observe_drawn(
+        self, queued: QueuedRequest, drawn: SampledTokenCounts, origin: Origin, device_s: float
+    ) -> ObserverRows:
         """Count computed prompt tokens, prompt tokens from the prefix cache, and sampled tokens."""
         work = [
             Work(kind="prefill", tokens=drawn.prompt),

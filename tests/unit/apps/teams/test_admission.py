@@ -19,7 +19,7 @@ from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.admission import START, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_output import DrawnTokens
+from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause, collect_pauses
@@ -74,7 +74,7 @@ class World:
 
     def end(self, request: QueuedRequest, sampled: int, cached: int = 0) -> None:
         """Record what a sample request with a prompt of two tokens has drawn."""
-        self.admission.record_drawn(request, DrawnTokens(prompt=2 - cached, cached=cached, sampled=sampled))
+        self.admission.record_drawn(request, SampledTokenCounts(prompt=2 - cached, cached=cached, sampled=sampled))
 
 
 @pytest.fixture

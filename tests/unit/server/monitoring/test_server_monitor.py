@@ -68,7 +68,7 @@ def test_numbers_of_several_engines_are_those_of_one_server() -> None:
 def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: Path) -> None:
     with live_api(ApiSettings(data_dir=tmp_path, base_model="tiny", port=0)) as server:
         server.model()
-        sampler = server.api.sampler
+        sampler = server.api.monitor
         values = sampler.collect(time.time())
         assert (values["engine_ready"], values["requests_open"], values["sessions_active"]) == (0.0, 1, 1)
         assert values["disk_free_bytes"] > 0 and "training_waiting" not in values
