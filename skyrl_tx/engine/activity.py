@@ -155,7 +155,8 @@ class _MonitoredProxy:
         except (RequestError, BackendLost):
             raise
         except Exception as error:
-            if call.name != "start":  # a backend that has not started has no devices to check
+            # A backend that could not read a file at its start has no devices to check.
+            if not (call.name == "start" and isinstance(error, OSError)):
                 self._check_devices_after(error)
             raise
         finally:
