@@ -65,6 +65,6 @@ def test_prepared_statements_change_no_history():
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_guarantee_that_is_taken_out_is_missed(name):
     _, kinds = MUTATIONS[name]
-    done = simulate("--histories", "300", "--kinds", kinds, "--without", name, "--most-violations", "1")
+    done = simulate("--histories", "1200", "--kinds", kinds, "--without", name, "--most-violations", "1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATION" in done.stdout
