@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
-from skyrl_tx.backends.jax.sample.draw import SampledTokenCounts
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.model_runner import PromptChunk
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, MAX_STOPS, RunningSample, SampleKey
@@ -153,7 +153,7 @@ class FakeModelRunner:
         keys["start"], keys["padded"] = chunk.start, padded
         return self._write(chunk.table, before, keys)
 
-    def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> SampledTokenCounts:
+    def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> DrawnTokens:
         assert samples
         drawn = _empty_batch(1, len(samples))
         for row, sample in enumerate(samples):
@@ -193,14 +193,14 @@ class FakeModelRunner:
         """Do nothing: there is no compiler."""
 
 
-def _empty_batch(num_steps: int, num_rows: int) -> SampledTokenCounts:
+def _empty_batch(num_steps: int, num_rows: int) -> DrawnTokens:
     shape, topk = (num_steps, num_rows), (num_steps, num_rows, TOPK)
-    return SampledTokenCounts(
+    return DrawnTokens(
         np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(topk, np.int32), np.zeros(topk, np.float32)
     )
 
 
-def _draw(drawn: SampledTokenCounts, n: int, row: int, keys: np.ndarray, weights: int, sample: RunningSample) -> int:
+def _draw(drawn: DrawnTokens, n: int, row: int, keys: np.ndarray, weights: int, sample: RunningSample) -> int:
     """Draw the token after `keys` into a cell of the batch and return it."""
     params = sample.request.params
     identity = (0, 0) if params.temperature == 0 else (params.seed, sample.index)
