@@ -45,6 +45,7 @@ from skyrl_tx.launch.engine_process import (
 )
 from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, assign_devices, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
+from skyrl_tx.process.memory import ENGINES_ON_HOST
 from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
@@ -220,7 +221,8 @@ def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[
         raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
     if not settings.has_remote_engines:
         shares = assign_devices(settings.engines, os.environ, Path("/dev"))
-        yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
+        memory_share = {ENGINES_ON_HOST: str(settings.engines)}
+        yield [partial(EngineProcess, replace(launch, environment={**share, **memory_share})) for share in shares]
         return
     start_engines = find_launcher(settings.launcher).load()
     with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:

@@ -25,6 +25,9 @@ The third name is an entry of `memory.stat`: cached file pages. They do not coun
 the kernel drops them before it kills a process for lack of memory.
 """
 
+ENGINES_ON_HOST = "SKYRL_TX_ENGINES_ON_HOST"
+"""An environment variable that `serve` sets for its engines: how many of them share the host."""
+
 
 def get_physical_memory() -> int:
     """Return the memory of the machine in bytes."""
@@ -32,8 +35,12 @@ def get_physical_memory() -> int:
 
 
 def get_memory_limit() -> int:
-    """Return how many bytes this process may use: the limit of its control group, or all memory."""
-    return min((get_physical_memory(), *(limit for limit, _ in _iter_cgroup_limits())))
+    """Return how many bytes this process may use: the limit of its control group, or all memory.
+
+    Multiple engines of one server get equal parts.
+    """
+    limit = min((get_physical_memory(), *(limit for limit, _ in _iter_cgroup_limits())))
+    return limit // int(os.environ.get(ENGINES_ON_HOST, "1"))
 
 
 def read_available_memory() -> int:

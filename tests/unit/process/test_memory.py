@@ -80,3 +80,9 @@ def test_unreadable_files_are_no_limit(make_machine, tmp_path: Path) -> None:
     make_machine("0::/\n", memory_DOT_max="many", memory_DOT_current="1")
     (tmp_path / "proc" / "meminfo").unlink()
     assert memory.get_memory_limit() == memory.read_available_memory() == 16 * GIB
+
+
+def test_engines_of_one_server_divide_the_limit(make_machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_machine("0::/\n", **make_version_2("", str(6 * GIB), used=GIB))
+    monkeypatch.setenv(memory.ENGINES_ON_HOST, "3")
+    assert memory.get_memory_limit() == 2 * GIB
