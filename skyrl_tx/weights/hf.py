@@ -38,6 +38,7 @@ Placement = Callable[[Parameter], jax.sharding.Sharding | None]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+CHAT_TEMPLATES = "additional_chat_templates/*.jinja"
 
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 """Tensors that some checkpoints contain although they follow from the config."""
@@ -138,10 +139,15 @@ def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
 
 
 def _download(base_model: str, *, with_weights: bool) -> Path:
-    """Return the directory of a hub model. Subdirectories are not read, so they are not downloaded."""
+    """Return the directory of a hub model.
+
+    Subdirectories are not read, so they are not downloaded, except for chat templates.
+    """
     directory = Path(snapshot_download(base_model, allow_patterns=list(CONFIG_PATTERNS), ignore_patterns=["*/*"]))
+
+    # Download the same revision, even if there is a newer one now.
+    snapshot_download(base_model, revision=directory.name, allow_patterns=[CHAT_TEMPLATES], ignore_patterns=["*/*/*"])
     if with_weights:
-        # Download the same revision, even if there is a newer one now.
         files = sorted(set(read_index(directory).values())) or [SINGLE_FILE]
         snapshot_download(base_model, revision=directory.name, allow_patterns=files, ignore_patterns=["*/*"])
     return directory

@@ -360,6 +360,7 @@ def test_errors_of_the_hub_are_one_sentence(monkeypatch, error, cause, message):
 def test_only_the_weights_that_are_read_are_downloaded(tmp_path, monkeypatch, weights, wanted):
     """Repositories can hold the same weights in other formats, for example in `original`."""
     others = ["config.json", "tokenizer.json", "merges.txt", "original/params.json", "README.md"]
+    others += ["additional_chat_templates/tool_use.jinja", "original/chat.jinja"]
     repository, snapshot = [*weights, *others], tmp_path / "0123"
     snapshot.mkdir()
     index = {"weight_map": {str(number): weights[number] for number in range(wanted)}}
@@ -367,6 +368,7 @@ def test_only_the_weights_that_are_read_are_downloaded(tmp_path, monkeypatch, we
     def download(name, *, allow_patterns, ignore_patterns, revision="main"):
         assert name == "org/name" and revision in ("main", "0123")
         for path in filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (snapshot / path).parent.mkdir(exist_ok=True)
             (snapshot / path).write_text("{}")
         if wanted:
             (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -376,8 +378,8 @@ def test_only_the_weights_that_are_read_are_downloaded(tmp_path, monkeypatch, we
     assert hf.resolve_model("org/name", with_weights=False) == snapshot
     assert not list(snapshot.rglob("*.safetensors"))
     assert hf.resolve_model("org/name") == snapshot
-    found = {path.name for path in snapshot.iterdir()} - {"model.safetensors.index.json"}
-    assert found == {"config.json", "tokenizer.json", "merges.txt", *weights[: wanted or 1]}
+    found = {path.name for path in snapshot.rglob("*") if path.is_file()} - {"model.safetensors.index.json"}
+    assert found == {"config.json", "tokenizer.json", "merges.txt", "tool_use.jinja", *weights[: wanted or 1]}
 
 
 def test_dummy_weights_are_deterministic_and_of_the_usual_scale():
