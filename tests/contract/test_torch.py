@@ -1,5 +1,6 @@
 """The torch backend of `examples/torch_backend` passes the backend suite, with dense models of three families."""
 
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.tiny import DENSE, HYBRID, MOE, WINDOWS, tiny_directory
 from tests.support.torch_example import torch_spec
 
@@ -61,3 +63,14 @@ class TestTorchWithStates(TestTorch):
 def test_experts_are_refused_by_name():
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts has its experts in one tensor"):
         torch_backend(MOE).start()
+
+
+def test_samples_also_end_at_the_end_token_of_the_tokenizer(tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_directory(DENSE), tmp_path / "model")
+    write_tiny_model(tmp_path / "chat")  # its tokenizer has the end token 1000
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "chat" / name, directory / name)
+    (directory / "generation_config.json").write_text('{"eos_token_id": 5}')
+    backend = torch_spec().load()(str(directory), torch_spec().config(device="cpu", num_threads=1))
+    assert backend.start().eos_token_ids == (5, 1000)
+    backend.close()

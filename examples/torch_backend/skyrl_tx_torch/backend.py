@@ -205,9 +205,9 @@ class TorchBackend(AbstractBackend):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        if not any((self._directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not has_tokenizer(self._directory):
             raise UserError(f"stop: {self._base_model} has no tokenizer, which stop strings need; pass token ids")
-        return transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
+        return load_tokenizer(self._directory)
 
     def _prefill(self, request: SampleRequest) -> tuple[torch.Tensor, Any]:
         """Return the logits after the prompt and its keys and values, computed once for all samples of a request."""
@@ -284,14 +284,28 @@ class TorchPass(ScratchPass[Tree]):
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the tokens that end a generation: of `generation_config.json`, else of `config.json`."""
+    """Return the tokens that end a generation: the end tokens of the model and of its tokenizer.
+
+    The tokens of the model are in `generation_config.json`, or else in `config.json`.
+    """
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
+        if not found and (directory / name).is_file():
             content = json.loads((directory / name).read_text(encoding="utf-8"))
             ids = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    return ()
+            found += ids if isinstance(ids, list) else [] if ids is None else [int(ids)]
+    tokenizer_id = load_tokenizer(directory).eos_token_id if has_tokenizer(directory) else None
+    return tuple(dict.fromkeys(found if tokenizer_id is None else [*found, tokenizer_id]))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a model has the files of a tokenizer."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a model. Runs no code of the model."""
+    return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 @contextmanager
