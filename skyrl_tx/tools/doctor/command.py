@@ -52,6 +52,12 @@ def add_arguments(parser: CommandParser) -> None:
         "--no-hashes", action="store_true", help="skip the hashes of the weight files, which take long to check"
     )
     parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="also train and sample with the model tiny on the devices, which takes about a minute on a GPU",
+    )
+
+    parser.add_argument(
         "--remove-unclaimed",
         action="store_true",
         help="move all artifacts that the database does not know to the trash, instead of running the checks",
@@ -70,6 +76,10 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     with _write_model(settings) as examined:
         subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
+        if arguments.smoke:
+            from skyrl_tx.tools.doctor.smoke import check_computation  # imports JAX, which takes a second
+
+            checks.append(("smoke", check_computation))
         findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
 
     # Checks that open the database, if this release can use it.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from packaging.requirements import Requirement
@@ -28,6 +28,8 @@ from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_
 from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.process.units import format_bytes
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 OLDEST_SDK = "0.16.1"
 """The oldest tested release of the Tinker SDK. `tests/support/client_environments.py` lists all tested releases."""
@@ -323,18 +325,26 @@ def _list_nvidia_gpus() -> Iterator[list[str]]:
 def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
     """Run the probe and return its answer, or a finding if it fails."""
     question = ProbeQuestion(base_model=base_model, backend_config=config.model_dump(mode="json"))
-    # No preallocation, so that the probe works while a server is using the devices.
+    return ask_child("probe", question, ProbeAnswer, _TIMEOUT_S)
+
+
+def ask_child(program: str, question: ProbeQuestion, answer: type[Answer], timeout_s: float) -> Answer | Finding:
+    """Run a module of this package that uses JAX in a child process.
+
+    Returns its answer, or a finding if it fails or takes longer than `timeout_s`.
+    """
+    # No preallocation, so that the program works while a server is using the devices.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
+    command = [sys.executable, "-m", f"skyrl_tx.tools.doctor.{program}"]
     advice = "check the driver and programs that use the devices; `skyrl-tx status --stacks` helps if it is a server"
     try:
         done = subprocess.run(
-            command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=_TIMEOUT_S
+            command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        return error("devices", f"JAX did not answer within {_TIMEOUT_S:.0f} s", advice)
+        return error("devices", f"JAX did not answer within {timeout_s:.0f} s", advice)
     try:
-        return msgspec.json.decode(done.stdout, type=ProbeAnswer)
+        return msgspec.json.decode(done.stdout, type=answer)
     except msgspec.DecodeError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         return error("devices", f"JAX failed: {lines[-1] if lines else f'status {done.returncode}'}", advice)
