@@ -224,7 +224,8 @@ class _Trainer:
         # Measure before.
         self._print(
             f"Reinforcement: {num_steps} steps of {training.RL_NUM_GROUPS} x {training.RL_GROUP_SIZE} sampled "
-            f"answers, loss importance_sampling; reward {training.REWARD_TEXT}"
+            f"answers, loss importance_sampling, and of {training.SFT_BATCH_SIZE} worked answers; "
+            f"reward {training.REWARD_TEXT}"
         )
         held_out = self._questions.held_out[:NUM_REWARDED]
         before = training.measure_mean_reward(self._make_sampler(), self._chat, held_out, self._seed)
@@ -245,7 +246,7 @@ class _Trainer:
         self._log(self._num_steps + num_steps, held_out_reward=after)
         self._print(f"  held-out reward after   {after:.3f}")
         self._print_answers("after reinforcement", sampler)
-        self._print("  This reward counts only the form, and a tiny model learns exactly that, not arithmetic.")
+        self._print("  This reward counts only the form of an answer: a tiny model cannot learn arithmetic.")
         return MetricCurve(batches=rewards, before=before, after=after)
 
     def _log(self, step: int, **metrics: float) -> None:

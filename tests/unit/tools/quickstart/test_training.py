@@ -38,6 +38,14 @@ def test_sft_weights_cover_the_answer_and_its_end(chat):
     assert chat.tokenizer.decode(targets[weights == 1].tolist()) == "It is 5.\n#### 5<|im_end|>"
 
 
+def test_worked_answers_have_a_smaller_weight_in_reinforcement(chat):
+    datum = chat.make_sft_datum(Question("2+3?", "#### 5"), training.RL_SFT_WEIGHT)
+    weights = datum.loss_fn_inputs["weights"].to_numpy()
+    num_answer_tokens = len(chat.encode("#### 5")) + 1
+    assert not weights[:-num_answer_tokens].any()
+    assert weights[-num_answer_tokens:].tolist() == pytest.approx([0.3] * num_answer_tokens)
+
+
 def test_mean_nll_averages_over_answer_tokens_only(chat):
     data = [
         chat.make_sft_datum(Question("1?", "#### 1")),
@@ -60,11 +68,11 @@ def test_mean_nll_averages_over_answer_tokens_only(chat):
         ("#### 1,250.50", True, 1.0),
         ("#### -3", True, 1.0),
         ("#### 6", False, 0.0),
-        ("#### 6\nand so on", True, 0.5),
-        ("#### 6\n", True, 0.5),
-        ("#### six", True, 0.5),
-        ("so #### 6", True, 0.5),
-        ("", True, 0.5),
+        ("#### 6\nand so on", True, 0.1),
+        ("#### 6\n", True, 0.1),
+        ("#### six", True, 0.1),
+        ("so #### 6", True, 0.1),
+        ("", True, 0.1),
     ],
 )
 def test_reward_of_ending_with_the_result_line(chat, text, stopped, expected):
