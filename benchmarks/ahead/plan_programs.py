@@ -30,7 +30,7 @@ from skyrl_tx.process.units import format_bytes
 from skyrl_tx.tools.plan import report
 from skyrl_tx.tools.plan.command import add_flags, plan_from_flags
 
-PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
+PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapter", "adapters"
 """All programs that take much memory or time; they are compiled in their largest shapes."""
 
 

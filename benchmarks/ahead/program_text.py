@@ -7,12 +7,13 @@ name further computations. Numbers here are of one run of the program, in which 
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "reduce-scatter")
-_OPCODES = "|".join((*_COLLECTIVES, "while", "conditional", "call", "fusion", "async", "custom-call"))
+_LAUNCHED = "fusion", "custom-call", "copy"
+_OPCODES = "|".join((*_COLLECTIVES, *_LAUNCHED, "while", "conditional", "call", "async"))
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)(?: ([a-z][\w\-]*)\((.*))?$")
 _WANTED = re.compile(rf"({_OPCODES})(?:-start)?")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
@@ -46,8 +47,12 @@ class ProgramText:
     """The number of sequential loop iterations; for nested loops the product."""
     num_open_loops: int
     """Loops whose number of steps depends on data: each counts as one step."""
+    num_launches: int
+    """Fusions, custom calls and copies of arrays. On a GPU each is a kernel."""
+    written_bytes: int
+    """Bytes of their results."""
     kernels: Mapping[str, int]
-    """Calls of kernels by their names."""
+    """Calls of Pallas kernels by their names."""
     collectives: Mapping[str, CollectiveCalls]
     in_layers: Mapping[str, CollectiveCalls]
     """Those in loops over layers, of all layers together."""
@@ -61,6 +66,8 @@ def read_program(text: str, layer_steps: Collection[int]) -> ProgramText:
         num_loops=program.num_loops,
         num_steps=work.steps,
         num_open_loops=work.open_loops,
+        num_launches=work.launches,
+        written_bytes=work.written,
         kernels=dict(sorted(work.kernels.items())),
         collectives=_count_collectives(work.calls, work.bytes),
         in_layers=_count_collectives(work.layer_calls, work.layer_bytes),
@@ -77,6 +84,8 @@ class _Work:
 
     steps: int = 0
     open_loops: int = 0
+    launches: int = 0
+    written: int = 0
     kernels: Counter[str] = field(default_factory=Counter[str])
     calls: Counter[str] = field(default_factory=Counter[str])
     bytes: Counter[str] = field(default_factory=Counter[str])
@@ -85,6 +94,8 @@ class _Work:
 
     def add(self, other: "_Work", times: int = 1) -> None:
         self.steps += times * other.steps
+        self.launches += times * other.launches
+        self.written += times * other.written
         self.open_loops += other.open_loops
         for name in ("kernels", "calls", "bytes", "layer_calls", "layer_bytes"):
             mine: Counter[str] = getattr(self, name)
@@ -134,6 +145,9 @@ class _Computations:
     def _compute(self, name: str) -> _Work:
         work = _Work()
         for instruction in self._computations.get(name, ()):
+            if instruction.opcode in _LAUNCHED:
+                work.launches += 1
+                work.written += self._sizes[instruction.name]
             if instruction.opcode in _COLLECTIVES:
                 operands = _NAME.findall(instruction.rest.split(")", 1)[0])
                 work.calls[instruction.opcode] += 1
@@ -149,7 +163,9 @@ class _Computations:
             elif instruction.opcode == "custom-call" and _KERNEL.search(instruction.rest):
                 work.kernels[_get_kernel_name(instruction)] += 1
             elif called := _CALLED.search(instruction.rest):
-                work.add(self._run(called[1]))
+                inner = self._run(called[1])
+                # A fusion is launched as a whole
+                work.add(replace(inner, launches=0, written=0) if instruction.opcode == "fusion" else inner)
         return work
 
     def _loop(self, loop: _Instruction, work: _Work) -> None:

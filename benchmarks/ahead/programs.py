@@ -78,7 +78,7 @@ def compile_programs(
 ) -> Iterator[CompiledProgram]:
     """Compile programs for the shapes of a plan, each when it is asked for.
 
-    The names are methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapters.
+    The names are methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapter, adapters.
     """
     assert layout.mesh is not None
     shapes = _Shapes(config.with_platform_defaults(mesh.get_platform(layout)), layout, model, plan)
@@ -203,13 +203,20 @@ class _Shapes:
         planned = self._plan.weight_bytes + self._plan.kv_bytes + self._plan.slice_bytes
         return lowered, f"{self._plan.samples.num_slots} samples", planned
 
+    def adapter(self) -> _Lowered:
+        """Return a decode slice of the most samples, all with the same adapter."""
+        return self._decode_adapters(SliceRows((None,) * self._plan.samples.num_rows, (BASE_SLOT + 1,)))
+
     def adapters(self) -> _Lowered:
         """Return a decode slice of the most samples, with as few adapters as a program of several has."""
-        plan, num_slots, merges = self._plan, self._plan.num_adapter_slots, self._plan.dtype != "float32"
-        pool = make_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
+        plan, merges = self._plan, self._plan.dtype != "float32"
         most = 1 + self._config.max_sampler_adapters
         first, *others = SliceRows.iter_shapes(plan.samples.num_rows, BASE_SLOT + 1, merges=merges, max_adapters=most)
-        rows = others[0] if merges else first
+        return self._decode_adapters(others[0] if merges else first)
+
+    def _decode_adapters(self, rows: SliceRows) -> _Lowered:
+        plan, num_slots = self._plan, self._plan.num_adapter_slots
+        pool = make_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
         planned = plan.weight_bytes + plan.kv_bytes + plan.slice_bytes + num_slots * self._adapter_bytes
         detail = f"{plan.samples.num_slots} samples, {len(rows.adapters)} adapters at once, {num_slots} places"
         return self._decode(pool, rows), f"{detail}, rank {self._rank}", planned

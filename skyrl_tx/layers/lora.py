@@ -130,18 +130,18 @@ def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array, group_M: jax.Array |
     its adapter.
     """
     num_groups, inputs, outputs = factor_GIO.shape
+    # Behind a barrier: XLA on GPU would otherwise copy the weight of the map to append the factors
+    # to it.
+    x_MI = jax.lax.optimization_barrier(x_MI.astype(factor_GIO.dtype))
     if group_M is not None:
         is_own_MG1 = (group_M[:, None] == jnp.arange(num_groups))[..., None]
-        # Behind a barrier: XLA on GPU would otherwise copy the weight of the map to append the
-        # factors to it.
-        x_MI = jax.lax.optimization_barrier(x_MI.astype(factor_GIO.dtype))
         if outputs < inputs:
             y_MGO = jnp.einsum("mi,gio->mgo", x_MI, factor_GIO, preferred_element_type=jnp.float32)
             return jnp.where(is_own_MG1, y_MGO, 0).sum(axis=1)
         x_MGI = jnp.where(is_own_MG1, x_MI[:, None], 0)
         return jnp.einsum("mgi,gio->mo", x_MGI, factor_GIO, preferred_element_type=jnp.float32)
 
-    x_GMI = x_MI.astype(factor_GIO.dtype).reshape(num_groups, -1, x_MI.shape[-1])
+    x_GMI = x_MI.reshape(num_groups, -1, inputs)
     is_single = x_GMI.shape[1] == 1
     if is_single:
         x_GMI = jnp.repeat(x_GMI, 2, axis=1)

@@ -15,7 +15,7 @@ from benchmarks.ahead import programs
 from benchmarks.ahead.plan_programs import PROGRAMS, main
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.client_environments import COMPILERS
-from tests.support.model_configs import QWEN3_8B
+from tests.support.model_configs import QWEN3_4B, QWEN3_8B
 
 SPLASH = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
 TRITON = "mha_forward", "mha_d_query", "mha_d_key"
@@ -214,6 +214,16 @@ def test_devices_of_dp_add_up_gradients_and_send_no_weights(tmp_path: Path, clie
     assert decode["in_layers"] == {} and found["limits"]["sample_slots"] == 8 * 256
     assert sum(call["bytes"] for call in decode["collectives"].values()) < 2**25 < found["memory"][0]["bytes"] // 50
     assert programs["decode"]["text"]["kernels"]["paged_past"] == 4
+
+
+@pytest.mark.slow
+def test_a_decode_step_with_an_adapter_copies_no_weights(tmp_path: Path, client_environment) -> None:
+    """Copies of the maps with the adapter's factors appended would write 177 MB more."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_4B, "num_hidden_layers": 2}))
+    flags = ("--device", "h200:1", "--context", "4096", "--backend-config.max-sample-tokens", "131072")
+    step = compile_programs(client_environment, tmp_path, "adapter", *flags)[1]["adapter"]["text"]
+    # In-place updates of the KV cache count as written.
+    assert step["num_launches"] <= 215 and step["written_bytes"] < 2.35e9
 
 
 @pytest.mark.slow

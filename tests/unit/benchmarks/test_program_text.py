@@ -80,6 +80,7 @@ def test_nested_loops_multiply_and_the_longest_branch_counts() -> None:
     assert (found.num_loops, found.num_open_loops) == (3, 1)
     assert found.num_steps == 28 * (1 + 5) + 1
     assert found.kernels == {"mha_forward": 28}
+    assert (found.num_launches, found.written_bytes) == (28, 28 * (16 * 2 + 16 * 4))
     gathered = CollectiveCalls(28, 28 * (128 * 32 * 2 + 16 * 4))
     assert found.collectives == {"all-gather": gathered, "all-reduce": CollectiveCalls(1, 64 * 2 * 4)}
     assert found.in_layers == {"all-gather": gathered}
