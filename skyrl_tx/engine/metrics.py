@@ -31,6 +31,7 @@ from skyrl_tx.contract.requests import ModelPass, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepOutput, Result, SampleOutput
 from skyrl_tx.engine.activity import Watchdog
 from skyrl_tx.engine.sample_output import SampledTokenCounts
+from skyrl_tx.process.progress import get_progress
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
@@ -412,6 +413,7 @@ class StatusPublisher:
         # Read the fields now: the loop may change them before the transaction runs.
         status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
         pauses, activity, detail = self.pauses, self._watchdog.describe_activity(), self._watchdog.overdue
+        detail = detail or get_progress() or ""
 
         def work(tx: Session) -> None:
             now = engine_state.get_shared_time(tx)

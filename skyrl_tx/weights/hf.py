@@ -2,16 +2,18 @@
 
 import json
 import logging
+import math
+import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -21,12 +23,14 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
 from skyrl_tx.process.paths import explain_os_error
+from skyrl_tx.process.progress import ByteProgress
 from skyrl_tx.weights.nesting import find_nesting
 from skyrl_tx.weights.packed import find_packing, find_plain_names
+from skyrl_tx.weights.tensor_file import Fp8Numbers, TensorFile, copy_array, make_aligned
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
 
 _log = logging.getLogger(__name__)
@@ -53,66 +57,11 @@ MTP_LAYERS_KEY = "num_nextn_predict_layers"
 
 _ROWS = 8192
 """How many rows of two tensors are compared at a time."""
+PIECE_BYTES = 2 << 30
+"""How much of a stacked array is read before it is transferred to the devices."""
+_MAX_THREADS = 16
 
 _LFS_POINTER = b"version https://git-lfs"
-
-FP8 = "F8_E4M3"
-_FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
-class TensorFile:
-    """An open safetensors file. Raises SafetensorError for any other file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = safe_open(path, framework="np")
-
-    def __enter__(self) -> "TensorFile":
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
-
-    def keys(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._file.keys())
-
-    def get_slice(self, name: str) -> Any:
-        """Return a slice object to read parts of a tensor.
-
-        Raises SafetensorError if the file lacks it.
-        """
-        tensor = self._file.get_slice(name)
-        return Fp8Numbers(self._map_bytes(name)) if tensor.get_dtype() == FP8 else tensor
-
-    def _map_bytes(self, name: str) -> np.ndarray:
-        """Return a memory-mapped tensor as bytes. safetensors cannot read float8 for numpy."""
-        start, header = self._header
-        offset, shape = start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
-        return np.memmap(self._path, np.uint8, "r", offset, shape)
-
-    @cached_property
-    def _header(self) -> tuple[int, dict[str, Any]]:
-        """The offset of the tensors in the file, and its JSON header."""
-        with self._path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return 8 + size, json.loads(file.read(size))
-
-
-class Fp8Numbers:
-    """A tensor in E4M3 (OCP 8-bit floating point), with the methods of a safetensors slice."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self._array.shape)
-
-    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part as float32."""
-        return _FP8_VALUES[self._array[part]]
 
 
 class CheckpointError(ValueError):
@@ -238,10 +187,10 @@ def load(
 ) -> Tree:
     """Return the tree of `Parameter`s filled with the tensors of a checkpoint.
 
-    Files are memory-mapped. Besides the files, host memory holds only one device's part of one
-    stacked array at a time. Only the needed parts of tensors are read. If a tensor stores multiple
-    linear maps head by head, whole heads are read. Packed tensors are unpacked. Raises
-    CheckpointError if a tensor is missing, unexpected or has another shape.
+    Files are memory-mapped, and threads copy the needed parts of their tensors. Besides the files,
+    host memory holds at most PIECE_BYTES, or one device's part of one layer if that is larger. If a
+    tensor stores multiple linear maps head by head, whole heads are read. Packed tensors are
+    unpacked. Raises CheckpointError if a tensor is missing, unexpected or has another shape.
     """
     # Fit the rules to the names of the checkpoint.
     located = locate_tensors(directory)
@@ -256,9 +205,14 @@ def load(
     _check_names(directory, files, expected, rules["unembed"].tensor)
 
     # Read the tensors, one parameter after the other.
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(open_file(path)) for path in sorted(set(located.values()))}
-
+    opened = {path: open_file(path) for path in sorted(set(located.values()))}
+    itemsizes = (4 if leaf.is_float32 else jnp.dtype(dtype).itemsize for leaf in flatten(parameters).values())
+    sizes = (int(np.prod(leaf.shape)) for leaf in flatten(parameters).values())
+    total = sum(size * itemsize for size, itemsize in zip(sizes, itemsizes, strict=True))
+    with (
+        ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as pool,
+        closing(ByteProgress("loading weights", total)) as progress,
+    ):
         # Fill one parameter.
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[get_rule_path(path)]
@@ -266,20 +220,30 @@ def load(
 
             # Returns a part of the parameter, from the tensors of its layers and experts.
             def read(part: Part) -> np.ndarray:
-                host = np.empty([stop - start for start, stop in part], stored)
-                for index, name in rule.iterate_tensors(parameter):
-                    stacked, rest = part[: len(index)], part[len(index) :]
+                host = make_aligned([stop - start for start, stop in part], stored)
 
-                    # Skip the layers and experts outside the part.
-                    if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
-                        into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
-                        shape = parameter.shape[len(index) :]
-                        _read_tensor(
-                            get_tensor_slice(opened, located, name), files[name], name, rule, shape, rest, into
-                        )
+                def read_tensor(index: tuple[int, ...], name: str) -> None:
+                    stacked, rest = part[: len(index)], part[len(index) :]
+                    into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
+                    tensor, shape = get_tensor_slice(opened, located, name), parameter.shape[len(index) :]
+                    _read_tensor(tensor, files[name], name, rule, shape, rest, into)
+                    progress.add(into.nbytes)
+
+                # Skip the layers and experts outside the part. Packed tensors are unpacked one after
+                # the other, because an unpacked tensor may take gigabytes.
+                inside = [
+                    (index, name)
+                    for index, name in rule.iterate_tensors(parameter)
+                    if all(start <= i < stop for i, (start, stop) in zip(index, part, strict=False))
+                ]
+                is_packed = any(find_packing(name, located) for _, name in inside)
+                for _ in (map if is_packed else pool.map)(read_tensor, *zip(*inside, strict=True)):
+                    pass
+                for file in opened.values():
+                    file.release_memory()
                 return host
 
-            return _assemble(parameter.shape, placement(parameter), read)
+            return _assemble(parameter.shape, placement(parameter), read, stored)
 
         return map_named(fill, parameters)
 
@@ -324,14 +288,13 @@ def has_other_unembedding(directory: Path, weights: WeightMap) -> bool:
         return False
 
     # Compare some rows at a time, because the tensors may take gigabytes.
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
-        embed, unembed = (get_tensor_slice(opened, located, names[path]) for path in ("embed", "unembed"))
-        num_rows, width = embed.get_shape()
-        if tuple(unembed.get_shape()) != (num_rows, width):
-            return True
-        blocks = ((slice(row, min(row + _ROWS, num_rows)), slice(0, width)) for row in range(0, num_rows, _ROWS))
-        return not all(np.array_equal(embed[block], unembed[block]) for block in blocks)
+    opened = {path: open_file(path) for path in set(located.values())}
+    embed, unembed = (get_tensor_slice(opened, located, names[path]) for path in ("embed", "unembed"))
+    num_rows, width = embed.get_shape()
+    if tuple(unembed.get_shape()) != (num_rows, width):
+        return True
+    blocks = ((slice(row, min(row + _ROWS, num_rows)), slice(0, width)) for row in range(0, num_rows, _ROWS))
+    return not all(np.array_equal(embed[block], unembed[block]) for block in blocks)
 
 
 def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
@@ -344,7 +307,7 @@ def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
 
 
 def _assemble(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray], dtype: Any
 ) -> jax.Array:
     """Build an array from its parts.
 
@@ -357,12 +320,35 @@ def _assemble(
         assert index is not None
         part = tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
         devices_by_part.setdefault(part, []).append(device)
-    shards: list[jax.Array] = []
-    for part, devices in devices_by_part.items():
-        host = read(part)
-        shards += [jax.device_put(host, device) for device in devices]
-        jax.block_until_ready(shards)  # otherwise all parts would be in host memory at once
+    shards = [
+        shard for part, devices in devices_by_part.items() for shard in _transfer_pieces(part, devices, read, dtype)
+    ]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _transfer_pieces(
+    part: Part, devices: Sequence[Any], read: Callable[[Part], np.ndarray], dtype: Any
+) -> list[jax.Array]:
+    """Return a part of an array on each device. Reads and transfers a large part in pieces."""
+    (start, stop), *rest = part
+    shape = [last - first for first, last in part]
+    step = max(PIECE_BYTES * shape[0] // max(math.prod(shape) * jnp.dtype(dtype).itemsize, 1), 1)
+    if step >= shape[0]:
+        host = read(part)
+        return jax.block_until_ready([jax.device_put(host, device) for device in devices])
+
+    shards = [jnp.zeros(shape, dtype, device=device) for device in devices]
+    for first in range(start, stop, step):
+        host = read(((first, min(first + step, stop)), *rest))
+        pieces = [jax.device_put(host, device) for device in devices]
+        shards = [_write_piece(shard, piece, first - start) for shard, piece in zip(shards, pieces, strict=True)]
+        jax.block_until_ready(shards)  # otherwise all pieces would be in host memory at once
+    return shards
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write_piece(shard: jax.Array, piece: jax.Array, first: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(shard, piece, first, axis=0)
 
 
 def make_dummy(
@@ -409,11 +395,10 @@ def locate_tensors(directory: Path) -> Mapping[str, Path]:
                 )
             raise CheckpointError(f"{directory / INDEX_FILE}: names {path.name!r}, which is not there")
 
-        with open_file(path) as file:
-            for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
-                if tensor in files:
-                    raise CheckpointError(f"{directory}: tensor {tensor!r} is in {files[tensor].name} and {path.name}")
-                files[tensor] = path
+        for tensor in open_file(path).keys():  # noqa: SIM118  (it is no mapping)
+            if tensor in files:
+                raise CheckpointError(f"{directory}: tensor {tensor!r} is in {files[tensor].name} and {path.name}")
+            files[tensor] = path
     return files
 
 
@@ -498,7 +483,7 @@ def _read_tensor(
     read = rule.view_part(tensor[tuple(slice(start, stop) for start, stop in rule.get_tensor_part(part))], part)
     # The sum is computed in float32, because bfloat16 would lose most of a value that is stored
     # relative to 1.
-    into[...] = read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
+    copy_array(read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read, into)
 
 
 def _format_names(names: list[str]) -> str:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,29 +99,28 @@ def merge_adapter(
     written: dict[str, str] = {}
     num_bytes = 0
     files = find_plain_names(located)
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
-        for path in sorted(set(files.values())):
-            tensors: dict[str, np.ndarray] = {}
+    opened = {path: open_file(path) for path in set(located.values())}
+    for path in sorted(set(files.values())):
+        tensors: dict[str, np.ndarray] = {}
 
-            for name in sorted(name for name in files if files[name] == path):
-                if is_tied and name == unembed:
-                    continue
-                tensor = get_tensor_slice(opened, located, name)
-                array = tensor[tuple(slice(0, size) for size in tensor.get_shape())]
-                if unties and name == embed:
-                    tensors[unembed] = _cast(
-                        _add_updates(unembed, array, pending.pop(unembed), adapter.scale), array, dtype
-                    )
+        for name in sorted(name for name in files if files[name] == path):
+            if is_tied and name == unembed:
+                continue
+            tensor = get_tensor_slice(opened, located, name)
+            array = tensor[tuple(slice(0, size) for size in tensor.get_shape())]
+            if unties and name == embed:
+                tensors[unembed] = _cast(
+                    _add_updates(unembed, array, pending.pop(unembed), adapter.scale), array, dtype
+                )
 
-                merged = _add_updates(name, array, pending.pop(name), adapter.scale) if name in pending else array
-                unpacked = None if find_packing(name, located) is None else "bfloat16"
-                tensors[name] = _cast(merged, array, dtype or unpacked)
+            merged = _add_updates(name, array, pending.pop(name), adapter.scale) if name in pending else array
+            unpacked = None if find_packing(name, located) is None else "bfloat16"
+            tensors[name] = _cast(merged, array, dtype or unpacked)
 
-            tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-            save_file(tensors, out / path.name, {"format": "pt"})
-            written |= dict.fromkeys(tensors, path.name)
-            num_bytes += sum(array.nbytes for array in tensors.values())
+        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        save_file(tensors, out / path.name, {"format": "pt"})
+        written |= dict.fromkeys(tensors, path.name)
+        num_bytes += sum(array.nbytes for array in tensors.values())
     if pending:
         raise AdapterError(f"adapter: the base model has no tensor {min(pending)!r} for it to change")
 

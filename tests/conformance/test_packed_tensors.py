@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skyrl_tx.weights.hf import TensorFile
 from skyrl_tx.weights.packed import Fp8Tensor, unpack_mxfp4
+from skyrl_tx.weights.tensor_file import TensorFile
 from tests.support.client_environments import TORCH
 
 
@@ -40,6 +40,6 @@ def test_transformers_unpacks_the_same_numbers_of_fp8(client_environment, tmp_pa
     client_environment(TORCH).run(Path(__file__).parent / "reference" / "fp8_reference.py", tmp_path)
     tensors = {"x": numbers.view(ml_dtypes.float8_e4m3fn), "x_scale_inv": scales}
     save_file(tensors, tmp_path / "packed.safetensors")
-    with TensorFile(tmp_path / "packed.safetensors") as file:
-        found = Fp8Tensor(file.get_slice("x"), file.get_slice("x_scale_inv"))[slice(0, 256), slice(0, 384)]
+    file = TensorFile(tmp_path / "packed.safetensors")
+    found = Fp8Tensor(file.get_slice("x"), file.get_slice("x_scale_inv"))[slice(0, 256), slice(0, 384)]
     np.testing.assert_array_equal(found, np.load(tmp_path / "plain.npy"))

@@ -1,6 +1,7 @@
 """Checkpoints: every format is read, and every fault is named."""
 
 import json
+import re
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -132,6 +133,21 @@ def test_the_host_never_holds_a_second_copy(tmp_path, monkeypatch):
     assert peak < 0.75 * num_bytes
 
 
+def test_large_arrays_are_transferred_in_pieces(directory, monkeypatch):
+    on_device = partial(load, directory, placement=lambda _: SingleDeviceSharding(jax.devices()[0]))
+    whole, sizes = on_device(), []
+    put = jax.device_put
+
+    def put_counted(host, device):
+        sizes.append(host.nbytes)
+        return put(host, device)
+
+    monkeypatch.setattr(hf.jax, "device_put", put_counted)
+    monkeypatch.setattr(hf, "PIECE_BYTES", 20_000)
+    jax.tree.map(np.testing.assert_array_equal, whole, on_device())
+    assert max(sizes) <= 20_000 < max(leaf.nbytes for leaf in jax.tree.leaves(whole))
+
+
 def test_bfloat16_files_load_into_either_type_and_norms_are_float32(directory):
     def halve(tensors):
         for name in tensors:
@@ -194,9 +210,9 @@ def test_tensors_of_other_parts_are_counted_in_the_log(directory, caplog):
     rewrite(directory, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(2, np.float32))))
     with caplog.at_level("INFO"):
         load(directory)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{directory}: tensors that are not used: 1 in model.visual.*, 2 in mtp.*"
-    ]
+    unused, total = (record.getMessage() for record in caplog.records)
+    assert unused == f"{directory}: tensors that are not used: 1 in model.visual.*, 2 in mtp.*"
+    assert re.fullmatch(r"loading weights: 0\.00 GB in 0\.\d s, 0\.\d\d GB/s", total)
 
 
 @pytest.mark.parametrize(
