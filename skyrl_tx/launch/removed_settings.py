@@ -46,7 +46,7 @@ _REMOVED: Mapping[str, str] = {
     "housekeeping_interval_s": "60 seconds apply",
     "hosts.silence_s": "--step-timeout-s applies",
     # Backend jax
-    "backend_config.compile_threads": "on CPU half of the cores compile, at most 4; elsewhere none",
+    "backend_config.compile_threads": "on CPU half of the cores compile, at most 4; elsewhere all but two",
     "backend_config.max_pass_tokens": "65,536 tokens apply",
     "backend_config.attention_kernel": "the kernel for the device applies, or --backend-config.kernels loops",
     "backend_config.experts_kernel": "the kernel for the device applies, or --backend-config.kernels loops",

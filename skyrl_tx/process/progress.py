@@ -3,6 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 _PERIOD_S = 5.0
 
@@ -12,7 +14,25 @@ _current: str | None = None
 
 def get_progress() -> str | None:
     """Return what this process is doing and how far it is, or None if it reports nothing."""
-    return _current
+    return _current or _describe()
+
+
+@contextmanager
+def report_progress(describe: Callable[[], str | None]) -> Generator[None]:
+    """Report what `describe` returns, until the context ends. Any thread may call `describe`."""
+    global _describe
+    _describe = describe
+    try:
+        yield
+    finally:
+        _describe = _report_nothing
+
+
+def _report_nothing() -> str | None:
+    return None
+
+
+_describe: Callable[[], str | None] = _report_nothing
 
 
 class ByteProgress:

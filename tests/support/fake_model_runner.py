@@ -189,7 +189,7 @@ class FakeModelRunner:
 
         return FakeSlice(found)
 
-    def compile_all(self, sampler: SamplerId) -> None:
+    def compile_all(self, sampler: SamplerId, *, usual_only: bool = False) -> None:
         """Do nothing: there is no compiler."""
 
 

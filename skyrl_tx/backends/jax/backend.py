@@ -6,7 +6,7 @@ the parts: training passes in `train`, sampling in `sample`, files in `checkpoin
 
 import logging
 import os
-from collections.abc import Collection, Generator, Hashable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from typing_extensions import override
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, devices, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, configure_jax, disable_compilation_cache
-from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
 from skyrl_tx.backends.jax.devices import (
     CompilationMonitor,
     check_devices,
@@ -38,10 +38,11 @@ from skyrl_tx.backends.jax.memory import (
     count_planned_bytes,
     estimate_training_costs,
     find_longest_example,
+    make_default_memory_plan,
     plan_training_memory,
     read_device_memory,
 )
-from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
@@ -51,8 +52,10 @@ from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
 from skyrl_tx.backends.jax.train.training_state import (
+    SMALLEST_RANK,
     TrainingStates,
     apply_gradient,
+    choose_smallest_rank,
     make_training_state,
     pad_rank,
     put_on_devices,
@@ -70,13 +73,11 @@ from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.losses import LOSSES
 from skyrl_tx.models.family import ModelFamily
+from skyrl_tx.process.progress import report_progress
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.peft import AdapterFormat
 
 log = logging.getLogger(__name__)
-
-MAX_SAMPLE_COMPILE_THREADS = 8
-"""Maximum number of threads that compile sampling programs."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -105,6 +106,7 @@ class JaxBackend(AbstractBackend):
     _memory: ActiveMemoryPlan
     _max_training_length: int
     _max_models: int
+    _smallest_rank: int
     _pool: TrainingStates
     _dispatch_limit: DispatchLimit
 
@@ -112,9 +114,9 @@ class JaxBackend(AbstractBackend):
         self._base_model = base_model
         self._config = JaxConfig.from_flags(config)
         self._is_started = False
+        self._compiler: Compiler[Any] | None = None
         self._training_programs: TrainingPrograms | None = None
         self._custom_losses: CustomLossPrograms | None = None
-        self._sample_compiler: Compiler[Hashable] | None = None
 
     @override
     def join_hosts(self, rank: HostRank) -> None:
@@ -141,17 +143,23 @@ class JaxBackend(AbstractBackend):
         self._plan_training(config)
         self.check_devices()  # compile its program now: it could not be compiled after a device is lost
         self._is_started = True
-
         capabilities = self._make_capabilities(config)
+
+        # Compile before the server is ready. A CPU has queued its training programs already.
         if config.warmup:
-            warm_up(
-                self,
-                config,
-                self._scheduler,
-                max_length=capabilities.max_context_length,
-                micro_batch_tokens=self._memory.plan.micro_batch_tokens,
-                num_rows=self._shards[0],
-            )
+            programs = None if mesh.get_platform(layout) == "cpu" else self._training_programs
+            if programs is not None:
+                self._queue_training_programs(config, self._memory.plan)
+            with report_progress(self._describe_compilation):
+                warm_up(
+                    self,
+                    config,
+                    self._scheduler,
+                    programs,
+                    max_length=capabilities.max_context_length,
+                    micro_batch_tokens=self._memory.plan.micro_batch_tokens,
+                    num_rows=self._shards[0],
+                )
         return capabilities
 
     @contextmanager
@@ -181,6 +189,9 @@ class JaxBackend(AbstractBackend):
         if mesh.get_platform(layout) == "cpu" and layout.is_sharded:
             disable_compilation_cache()
             config = config.model_copy(update={"compile_cache_dir": None})
+        if layout.is_sharded:
+            num_threads = 0 if devices.is_distributed() else config.compile_threads  # hosts must compile in one order
+            config = config.model_copy(update={"compile_threads": num_threads, "warmup": bool(config.warmup)})
         return config.with_platform_defaults(mesh.get_platform(layout)), layout
 
     def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
@@ -202,11 +213,17 @@ class JaxBackend(AbstractBackend):
             log.info(line)
 
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
-        """Load the base weights. Meanwhile, training programs are compiled in the background."""
+        """Load the base weights. Meanwhile, a CPU compiles training programs in the background."""
         described = models.describe_params(self._model)
         if mesh.get_platform(layout) == "cpu" and not devices.is_distributed():
             check_weights_fit(make_param_shapes(described, layout, self._kernels, self._dtype))
-        self._training_programs = self._start_training_compiler(config, layout, described)
+        if config.compile_threads:
+            self._compiler = Compiler(config.compile_threads, self._compilation)
+        if self._compiler is not None and not layout.is_sharded:
+            shapes = make_param_shapes(described, layout, self._kernels, self._dtype)
+            self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
+            if mesh.get_platform(layout) == "cpu":  # elsewhere the shapes depend on the memory that is left
+                self._queue_training_programs(config, make_default_memory_plan(config))
 
         load = hf.make_dummy
         if config.load_format != "dummy":
@@ -222,8 +239,8 @@ class JaxBackend(AbstractBackend):
 
     def _start_sampling(self, config: JaxConfig, layout: Layout) -> None:
         """Allocate sampler pool, KV cache and batch slots."""
-        self._sample_compiler = self._start_sample_compiler(layout)
-        programs = ModelRunner(self._params, self._model, config, self._sample_compiler)
+        is_cpu = mesh.get_platform(layout) == "cpu"  # its cores are needed to compute
+        programs = ModelRunner(self._params, self._model, config, None if is_cpu else self._compiler)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
 
@@ -239,47 +256,29 @@ class JaxBackend(AbstractBackend):
             warn_if_memory_is_scarce(
                 count_planned_bytes(config, self._params, self._model, self._sample_memory, self._max_models)
             )
+
+        # Set up what passes need.
+        self._smallest_rank = choose_smallest_rank(config)
         self._pool = TrainingStates(self._max_models)
         self._custom_losses = CustomLossPrograms(
             None if devices.is_distributed() else Compiler[LossShape](0, self._compilation)
         )
         self._dispatch_limit = DispatchLimit()
 
-    def _start_training_compiler(
-        self, config: JaxConfig, layout: Layout, described: models.DecoderParams
-    ) -> TrainingPrograms | None:
-        """Begin to compile training programs in the background.
+    def _queue_training_programs(self, config: JaxConfig, plan: MemoryPlan) -> None:
+        """Begin to compile the likely training programs of a memory plan in the background."""
+        if (programs := self._training_programs) is not None:
+            programs.start(MicroBatchShapes.from_plan(plan, config, programs.layout), config.compile_cache_dir)
 
-        Returns None if programs are compiled on first use.
-        """
-        in_training = mesh.make_training_layout(layout)
-        if not config.compile_threads or devices.is_distributed():
-            return None
-
-        programs = TrainingPrograms(
-            make_param_shapes(described, in_training, self._kernels, self._dtype),
-            self._model,
-            Compiler(config.compile_threads, self._compilation),
-        )
-        programs.start(MicroBatchShapes.from_config(config, in_training), config.compile_cache_dir)
-        return programs
-
-    def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
-        """Return a compiler for sampling programs; None on CPU, whose cores are needed to compute."""
-        if mesh.get_platform(layout) == "cpu" or devices.is_distributed():
-            return None
-        return Compiler(count_compile_threads(MAX_SAMPLE_COMPILE_THREADS), self._compilation)
+    def _describe_compilation(self) -> str | None:
+        return None if self._compiler is None else self._compiler.progress()
 
     def _stop_compiling(self) -> None:
-        programs, self._training_programs = self._training_programs, None
-        compiler, self._sample_compiler = self._sample_compiler, None
-        losses, self._custom_losses = self._custom_losses, None
-        if losses is not None:
-            losses.close()
-        if programs is not None:
-            programs.close()
-        if compiler is not None:
-            compiler.close()
+        parts = self._custom_losses, self._training_programs, self._compiler
+        self._custom_losses = self._training_programs = self._compiler = None
+        for part in parts:
+            if part is not None:
+                part.close()
 
     @override
     def close(self) -> None:
@@ -305,7 +304,7 @@ class JaxBackend(AbstractBackend):
         compilation.return_memory()
         return replace(
             self._scheduler.meters(),
-            progress=None if self._training_programs is None else self._training_programs.progress(),
+            progress=self._describe_compilation(),
             device_memory=read_device_memory(self._params),
             compilations=compilation.num_compiled,
             compile_seconds=compilation.seconds,
@@ -321,7 +320,8 @@ class JaxBackend(AbstractBackend):
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         with convert_memory_errors("another model in training"):
-            state = put_on_devices(make_training_state(self._model, spec.lora), self._placement)
+            state = make_training_state(self._model, spec.lora, self._smallest_rank)
+            state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
 
     @override
@@ -379,13 +379,14 @@ class JaxBackend(AbstractBackend):
 
     @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        return checkpoint.open_snapshot(directory, self._format)
+        return checkpoint.open_snapshot(directory, self._format, self._smallest_rank)
 
     @override
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
-        state = checkpoint.restore(make_training_state(self._model, spec.lora), _as_adapter_snapshot(source), parts)
+        fresh = make_training_state(self._model, spec.lora, self._smallest_rank)
+        state = checkpoint.restore(fresh, _as_adapter_snapshot(source), parts)
         with convert_memory_errors("another model in training"):
             state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
@@ -489,6 +490,7 @@ class JaxBackend(AbstractBackend):
             **self.fingerprint_changes(),
             "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
             "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
+            **({} if self._smallest_rank == SMALLEST_RANK else {"smallest_rank": str(self._smallest_rank)}),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
 

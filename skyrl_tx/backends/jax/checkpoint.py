@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from skyrl_tx.backends.jax.devices import fetch_one_by_one, is_distributed
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
-from skyrl_tx.backends.jax.train.training_state import TrainingState, pad_rank, resize_rank
+from skyrl_tx.backends.jax.train.training_state import SMALLEST_RANK, TrainingState, pad_rank, resize_rank
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.state_files import ALPHA, FILES, FIRST_MOMENT, SECOND_MOMENT, STEP
@@ -115,7 +115,7 @@ def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[Sta
     return state.with_gradient(source.parts[StatePart.GRADIENT]) if StatePart.GRADIENT in parts else state
 
 
-def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
+def open_snapshot(directory: Path, format: AdapterFormat, smallest_rank: int = SMALLEST_RANK) -> AdapterSnapshot:
     """Read the files of a snapshot. Raises UserError if they do not fit the base model."""
     config = read_config(directory)
     targets, rank = format.read_targets(config), config["r"]
@@ -125,7 +125,7 @@ def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
 
     def read_tree(part: StatePart, prefix: str = "") -> AdapterWeights:
         weights = format.to_weights(tensors[part], targets, rank, prefix, any_form=any_form)
-        return resize_rank(weights, pad_rank(rank))
+        return resize_rank(weights, pad_rank(rank, smallest_rank))
 
     def read_part(part: StatePart) -> AdapterWeights | OptimizerState | None:
         if part is not StatePart.OPTIMIZER:

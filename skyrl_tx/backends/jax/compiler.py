@@ -219,6 +219,7 @@ class Compiler(Generic[Key]):
         with self._lock:
             while not self._is_closed:
                 taken, wait_s = self._pop_needed(), None
+                is_needed = taken is not None
                 if taken is None and takes_likely and self._likely:
                     wait_s = max(_IDLE_S - self._monitor.seconds_since_call, 0.0)
                     taken = None if wait_s else self._likely.popleft()
@@ -226,6 +227,8 @@ class Compiler(Generic[Key]):
                     self._lock.wait(wait_s)
                 elif taken[0] not in self.ready and taken[0] not in self._running:
                     self._running.add(taken[0])
+                    if is_needed:
+                        log.info("compiling a program that is needed now: %s", taken[0])
                     return taken
             return None
 

@@ -10,6 +10,8 @@ from skyrl_tx.process.paths import get_home
 
 MAX_TRAINING_COMPILE_THREADS = 4
 """Maximum number of threads that compile training programs on CPU."""
+SPARE_CORES = 2
+"""Cores that the compiler threads leave to the rest of the engine on accelerators."""
 
 CHANGES_RESULTS: dict[str, JsonValue] = {"changes_results": True}
 """Marks a field that changes the last bits of results, so it is part of `Capabilities.fingerprint`.
@@ -89,9 +91,10 @@ class JaxFlags(BaseModel):
     compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
     """Directory for compiled programs.
     After a restart the server reads them instead of compiling; null: no directory."""
-    warmup: bool = False
-    """Compile all common shapes before the server is ready, instead of on first use.
-    This takes minutes if compile_cache_dir is empty."""
+    warmup: bool | None = None
+    """Compile the programs of all usual shapes before the server is ready.
+    This takes minutes if compile_cache_dir is empty. Unset: on a single GPU or TPU, if there is a
+    compile_cache_dir."""
 
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     """Device mesh. Unset: the first device only."""
@@ -163,8 +166,10 @@ class JaxConfig(JaxFlags):
     """
 
     compile_threads: int | None = Field(default=None, ge=0)
-    """Threads that compile training programs in the background, most likely shapes first.
+    """Threads that compile programs in the background, most likely shapes first.
     0: each program is compiled on first use, and all requests wait for it."""
+    smallest_rank: int | None = Field(default=None, gt=0)
+    """Adapters in training are padded to at least this rank, or to max_lora_rank if that is lower."""
     max_pass_tokens: int = Field(default=65536, gt=0)
     """Maximum tokens of one training pass, which may combine multiple requests.
 
@@ -200,17 +205,22 @@ class JaxConfig(JaxFlags):
         """Replace fields that are None by the defaults of a platform (`cpu`, `gpu` or `tpu`).
 
         Accelerators prefill larger chunks, which keep them busy and would take too long on CPU.
-        Background compilation needs a cache directory, and happens on CPU only: on a GPU, XLA would
-        time kernels while the GPU computes.
+        Their programs take long to compile, but they have few of them, and idle CPU cores. So all
+        usual programs are compiled before the server is ready, and ranks below the default rank
+        share the programs of that rank. A CPU, whose cores compute, compiles in the background.
         """
-        is_cpu = platform == "cpu"
+        is_cpu, has_cache = platform == "cpu", self.compile_cache_dir is not None
         chunk_tokens, prefill_tokens = (256, 2048) if is_cpu else (512, 8192)
-        has_threads = is_cpu and self.compile_cache_dir is not None
+        num_threads = max(1, (os.cpu_count() or 1) - SPARE_CORES)
+        if is_cpu:
+            num_threads = count_compile_threads(MAX_TRAINING_COMPILE_THREADS) if has_cache else 0
         defaults = {
             "prefill_chunk_tokens": chunk_tokens,
             "prefill_tokens": prefill_tokens,
             "async_decoding": not is_cpu,
-            "compile_threads": count_compile_threads(MAX_TRAINING_COMPILE_THREADS) if has_threads else 0,
+            "compile_threads": num_threads,
+            "smallest_rank": 8 if is_cpu else 32,
+            "warmup": has_cache and not is_cpu,
         }
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=unset)

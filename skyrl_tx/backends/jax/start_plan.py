@@ -43,6 +43,7 @@ from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, iter_ascending
 from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
+from skyrl_tx.backends.jax.train.training_programs import TrainingPrograms
 from skyrl_tx.backends.jax.training_costs import (
     DEFAULT_RANK,
     TrainingCosts,
@@ -258,6 +259,7 @@ def warm_up(
     backend: AbstractBackend,
     config: JaxConfig,
     scheduler: SampleScheduler,
+    programs: TrainingPrograms | None,
     *,
     max_length: int,
     micro_batch_tokens: int,
@@ -265,31 +267,39 @@ def warm_up(
 ) -> None:
     """Train and sample once in every common shape, with a temporary model.
 
-    `num_rows` is the number of rows in a training micro-batch, one for each shard of the batch.
+    With `programs`, the usual programs are compiled in parallel, and other likely programs continue
+    in the background. Without, all programs are compiled one after another. `num_rows` is the
+    number of rows in a training micro-batch, one for each shard of the batch.
     """
     started = time.monotonic()
     model, sampler = ModelId(WARM_UP_ID), SamplerId(WARM_UP_ID)
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+    if programs is not None:
+        programs.queue_usual()
+        scheduler.queue_usual(sampler)
 
-    # Training
-    num_shapes = 0
-    for length in iter_training_lengths(micro_batch_tokens // num_rows, max_length):
+    # Training. The gradient of a second batch is added to the first one.
+    budget = micro_batch_tokens // num_rows
+    for length in iter_training_lengths(budget, max_length) if programs is None else (budget, budget):
         batch = make_training_batch(model, length, max_length, num_rows)
-        backend.forward(batch)
         backend.forward_backward(batch)
-        num_shapes += 1
+        if programs is None:
+            backend.forward(batch)
+    backend.gradient_norm(model)
     backend.optim_step(model, OptimizerParams())
 
     # Sampling: prefill with and without an adapter, then decoding
     lengths = PrefillShapes.from_config(config, max_length).iter_prompt_lengths(max_length)
     for length, weights in itertools.product(lengths, (None, sampler)):
-        backend.sample(_make_first_token_batch(weights, length - 1))
-    scheduler.compile_all(sampler)
+        backend.sample(_make_first_token_batch(weights, length - 1, scores=programs is None))
+    scheduler.compile_all(sampler, usual_only=programs is not None)
 
     backend.drop_sampler(sampler)
     backend.delete_model(model)
-    log.info("warm-up: %d training shapes and all sampling shapes in %.1f s", num_shapes, time.monotonic() - started)
+    if programs is not None:
+        programs.wait_for_usual()
+    log.info("warm-up: the usual programs are compiled after %.1f s", time.monotonic() - started)
 
 
 def iter_training_lengths(budget: int, max_length: int) -> Iterator[int]:
@@ -314,7 +324,7 @@ def make_training_batch(model: ModelId, num_tokens: int, max_length: int, num_ro
     return PreparedModelPassBatch(examples=tuple(examples))
 
 
-def _make_first_token_batch(sampler: SamplerId | None, prompt_length: int) -> PreparedSampleBatch:
+def _make_first_token_batch(sampler: SamplerId | None, prompt_length: int, *, scores: bool) -> PreparedSampleBatch:
     """Return a request for one token. The prefill draws this token, so the request needs no slot."""
     request = SampleRequest(
         request_id=RequestId(WARM_UP_ID),
@@ -322,6 +332,6 @@ def _make_first_token_batch(sampler: SamplerId | None, prompt_length: int) -> Pr
         prompt=np.zeros(prompt_length, np.int32),
         num_samples=1,
         params=SamplingParams(seed=0, max_tokens=1, eos_stops=False),
-        options=PromptOptions(logprobs=True),
+        options=PromptOptions(logprobs=scores),
     )
     return PreparedSampleBatch(requests=(request,))

@@ -8,6 +8,12 @@ import pytest
 from skyrl_tx.process import progress
 
 
+def test_a_description_is_visible_until_its_context_ends() -> None:
+    with progress.report_progress(lambda: "compiled 7 of 9 programs"):
+        assert progress.get_progress() == "compiled 7 of 9 programs"
+    assert progress.get_progress() is None
+
+
 def test_bytes_and_rate_are_visible_until_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -393,35 +393,51 @@ class ModelRunner:
         if self._compiler is not None:
             self._compiler.wait_if_pending(key)
 
-    def compile_all(self, sampler: SamplerId) -> None:
+    def queue_usual(self, sampler: SamplerId) -> None:
+        """Begin to compile prefill programs and slices of one adapter in parallel, then other slices."""
+        assert self._compiler is not None
+        for size, slot, number in self._iter_chunk_shapes(sampler):
+            shape = size, self._num_shards * number, slot != BASE_SLOT
+            self._compiler.queue_needed(("prefill", *shape), partial(self._make_prefill_program, *shape))
+        for rows, _ in self._iter_slice_shapes(sampler):
+            if rows.groups is None:
+                self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
+            else:
+                self._compiler.queue_likely([(_make_slice_key(rows), self._make_slice_program(rows))])
+
+    def compile_all(self, sampler: SamplerId, *, usual_only: bool = False) -> None:
         """Run every program once, with and without the adapter of `sampler`.
 
-        Nothing may be running.
+        Nothing may be running. With `usual_only`, slices of multiple adapters do not run.
         """
-        # Prefill programs.
-        shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
-        for size, adapter in product(shapes.iter_padded_sizes(), (BASE_SLOT, self.pool.get_slot(sampler))):
-            chunk = PromptChunk(BlockTableRow([]), np.zeros(1, np.int32), 0, adapter)
-            for number in {1, self.prompts_of_shard}:
-                self.prefill([chunk] * number, size)
+        for size, slot, number in self._iter_chunk_shapes(sampler):
+            chunk = PromptChunk(BlockTableRow([]), np.zeros(1, np.int32), 0, slot)
+            self.prefill([chunk] * number, size)
         self.copy([(0, 0)], ())
+        for rows, length in self._iter_slice_shapes(sampler):
+            if not usual_only or rows.groups is None:
+                self._dispatch_rows(rows, 1, length)
 
-        # Decode programs, for each row count and KV read length.
+    def _iter_chunk_shapes(self, sampler: SamplerId) -> Iterator[tuple[int, int, int]]:
+        """Yield padded size, adapter slot and number of prompts of every prefill program."""
+        shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
+        slots = BASE_SLOT, self.pool.get_slot(sampler)
+        return product(shapes.iter_padded_sizes(), slots, {1, self.prompts_of_shard})
+
+    def _iter_slice_shapes(self, sampler: SamplerId) -> Iterator[tuple[SliceRows, int]]:
+        """Yield empty rows in every shape of a slice, with a KV read length for each."""
         num_slots, max_positions = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = (
             iter_ascending(self._choose_read_length, self.memory.max_length)
             if self._is_single_cpu
             else [MIN_SEGMENT_SIZE]
         )
-        for length, any_adapter in product(lengths, (False, True)):
-            adapter = self.pool.get_slot(sampler) if any_adapter else BASE_SLOT
-            counts = {self._counts.choose(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
+        for length, slot in product(lengths, (BASE_SLOT, self.pool.get_slot(sampler))):
+            counts = {self._counts.choose(num, any_adapter=slot != BASE_SLOT) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._choose_read_length(length) <= max_positions:
-                    for rows in SliceRows.iter_shapes(
-                        count, adapter, merges=self._merges, max_adapters=self._max_adapters
-                    ):
-                        self._dispatch_rows(rows, 1, length)
+                    shapes = SliceRows.iter_shapes(count, slot, merges=self._merges, max_adapters=self._max_adapters)
+                    yield from ((rows, length) for rows in shapes)
 
 
 def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:

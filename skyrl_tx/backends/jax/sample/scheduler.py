@@ -413,13 +413,17 @@ class SampleScheduler:
             prefix_cache_tokens=sum(cache.prefixes.num_tokens for cache in caches),
         )
 
-    def compile_all(self, sampler: SamplerId) -> None:
-        """Run every sampling program once, so that none is compiled later.
+    def queue_usual(self, sampler: SamplerId) -> None:
+        """Begin to compile sampling programs in parallel. `sampler` must be loaded."""
+        self._programs.queue_usual(sampler)
+
+    def compile_all(self, sampler: SamplerId, *, usual_only: bool = False) -> None:
+        """Run every sampling program once, or the usual ones, so that none is compiled later.
 
         `sampler` must be loaded, and nothing may be running.
         """
         assert not any(self._iter_requests())
-        self._programs.compile_all(sampler)
+        self._programs.compile_all(sampler, usual_only=usual_only)
 
 
 def _make_empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = None) -> SampleDelta:

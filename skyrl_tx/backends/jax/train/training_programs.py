@@ -5,7 +5,8 @@ read.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterator
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Popularity, Program
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import make_default_memory_plan
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.mesh import get_parameter_sharding
 from skyrl_tx.backends.jax.shapes import iter_ascending
 from skyrl_tx.backends.jax.train import forward_backward, packing
@@ -69,12 +70,8 @@ class MicroBatchShapes:
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
 
     @classmethod
-    def from_config(cls, config: JaxConfig, layout: Layout) -> "MicroBatchShapes":
-        """Return the shapes on devices that do not report their memory, for example CPUs.
-
-        `layout` is the layout of training.
-        """
-        plan = make_default_memory_plan(config)
+    def from_plan(cls, plan: MemoryPlan, config: JaxConfig, layout: Layout) -> "MicroBatchShapes":
+        """Return the shapes with a memory plan. `layout` is the layout of training."""
         num_rows, num_splits = layout.num_shards("batch"), layout.num_shards("tokens")
         return cls(
             budget=max(1, plan.micro_batch_tokens // num_rows),
@@ -84,13 +81,13 @@ class MicroBatchShapes:
             remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
         )
 
-    def iter_likely(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
-        """Yield likely shapes, the most likely first. Shapes may repeat.
+    def iter_usual(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
+        """Yield the shapes that nearly every server needs. Shapes may repeat.
 
         The order is: popular programs in the order of `popular`, full micro-batches, the last
-        micro-batches of long requests, then all other lengths in ascending order. Only popular
-        programs can have losses that are not local. A popular program from another version or other
-        settings may be impossible with these settings, and is then skipped.
+        micro-batches of long requests. Only popular programs can have losses that are not local. A
+        popular program from another version or other settings may be impossible with these
+        settings, and is then skipped.
         """
         # Popular programs
         for name in popular:
@@ -100,13 +97,16 @@ class MicroBatchShapes:
                 if self._is_possible(*sizes[:3]):
                     yield self._make_shape(*sizes, is_local=bool(is_local))
 
-        # All lengths
-        lengths = list(iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget))
+        # Full and last micro-batches
         parts = range(packing.NUM_REMAINDER_LENGTHS, 0, -1) if self.num_rows == 1 else ()
         totals = (max(1, part * self.budget // packing.NUM_REMAINDER_LENGTHS) for part in parts)
-        remainders = (packing.choose_remainder_length(total, self.budget) for total in totals)
-        for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
-            yield self._make_shape(self.num_rows, self._round_up(length), 1, self.rank)
+        yield self._make_shape_by_length(self.budget)
+        yield from (self._make_shape_by_length(packing.choose_remainder_length(total, self.budget)) for total in totals)
+
+    def iter_lengths(self) -> Iterator[MicroBatchShape]:
+        """Yield the shapes of all lengths up to the budget, in ascending order."""
+        lengths = iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget)
+        yield from map(self._make_shape_by_length, lengths)
 
     def _is_possible(self, num_rows: int, length: int, num_targets: int) -> bool:
         """Return whether a micro-batch with these settings can have this shape."""
@@ -118,6 +118,9 @@ class MicroBatchShapes:
 
     def _round_up(self, length: int) -> int:
         return -(-length // self.multiple) * self.multiple
+
+    def _make_shape_by_length(self, length: int) -> MicroBatchShape:
+        return self._make_shape(self.num_rows, self._round_up(length), 1, self.rank)
 
     def _make_shape(
         self, num_rows: int, length: int, num_targets: int, rank: int, is_local: bool = True
@@ -131,15 +134,18 @@ class TrainingPrograms:
     Only the programs of `accumulate` are compiled before a pass needs them.
     """
 
-    def __init__(
-        self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
-    ) -> None:
-        """`params` has the shapes of the base weights, with the layout of training."""
+    def __init__(self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[Any]) -> None:
+        """`params` has the shapes of the base weights, with the layout of training.
+
+        `compiler` may compile sampling programs too; their calls are not counted.
+        """
         self.ready: dict[MicroBatchShape, CompiledProgram] = compiler.ready
         """The compiled programs."""
 
+        self.layout = params.layout
         self._params, self._config, self._compiler = params, config, compiler
         self._popularity: Popularity | None = None
+        self._usual: Sequence[MicroBatchShape] = ()
 
     def start(self, shapes: MicroBatchShapes, cache_dir: Path | None) -> None:
         """Begin to compile likely programs.
@@ -153,9 +159,19 @@ class TrainingPrograms:
             self._popularity = Popularity(cache_dir / "popular" / f"{name}.json")
 
         popular = iter(() if self._popularity is None else self._popularity.read())
-        self._compiler.queue_likely(
-            (shape, self._make_program(shape)) for shape in dict.fromkeys(shapes.iter_likely(popular))
-        )
+        self._usual = list(shapes.iter_usual(popular))
+        likely = dict.fromkeys((*self._usual, *shapes.iter_lengths()))
+        self._compiler.queue_likely((shape, self._make_program(shape)) for shape in likely)
+
+    def queue_usual(self) -> None:
+        """Compile the programs that nearly every server needs before the other likely ones."""
+        for shape in self._usual:
+            self.queue_needed(shape, None)
+
+    def wait_for_usual(self) -> None:
+        """Wait for the programs of `queue_usual`."""
+        for shape in self._usual:
+            self.wait(shape, threading.TIMEOUT_MAX)
 
     def queue_needed(self, shape: MicroBatchShape, requester: Hashable) -> None:
         """Compile a program that a pass needs now or soon, before the likely ones.
@@ -171,12 +187,8 @@ class TrainingPrograms:
         """
         return self._compiler.wait(shape, timeout_s)
 
-    def progress(self) -> str | None:
-        """Describe the progress of background compilation; None if nothing is left to compile."""
-        return self._compiler.progress()
-
     def close(self) -> None:
-        """Stop the threads, and store how often programs were called. Idempotent."""
+        """Stop the compiler, and store how often programs were called. Idempotent."""
         self._compiler.close()
         called = {shape: program for shape, program in self.ready.items() if program.num_calls}
         counts = {shape.name: program.num_calls for shape, program in called.items() if shape.remat is not None}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.mesh import Placement
 from skyrl_tx.backends.jax.shapes import round_up_to_bucket
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw_step, compute_coefficients, init_state
@@ -70,14 +71,21 @@ class TrainingStates:
         self._states.pop(model_id, None)
 
 
-def pad_rank(rank: int) -> int:
+def pad_rank(rank: int, smallest: int = SMALLEST_RANK) -> int:
     """Return the padded rank, so that adapters of all ranks share a few compiled programs."""
-    return round_up_to_bucket(rank, SMALLEST_RANK)
+    return round_up_to_bucket(rank, smallest)
 
 
-def make_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingState:
+def choose_smallest_rank(config: JaxConfig) -> int:
+    """Return the smallest padded rank with these settings, which must have platform defaults."""
+    return pad_rank(min(config.smallest_rank or SMALLEST_RANK, config.max_lora_rank))
+
+
+def make_training_state(
+    config: models.ModelConfig, lora: LoraSpec, smallest_rank: int = SMALLEST_RANK
+) -> TrainingState:
     """Return a new model as host arrays: A drawn from the seed, B zero, and no gradient."""
-    adapter = models.init_adapter(config, lora, pad_rank(lora.rank))
+    adapter = models.init_adapter(config, lora, pad_rank(lora.rank, smallest_rank))
     return TrainingState(
         lora=lora,
         targets=models.get_trained_targets(config, lora),

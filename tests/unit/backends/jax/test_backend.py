@@ -131,16 +131,26 @@ def test_compile_cache_may_be_named_from_the_home(monkeypatch):
     assert JaxConfig(compile_cache_dir=None).compile_cache_dir is None
 
 
-def test_on_cpu_half_of_the_cores_compile_programs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_the_cores_compile_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(platform: str, **settings: object) -> int | None:
         return JaxConfig(**settings).with_platform_defaults(platform).compile_threads  # type: ignore[arg-type]
 
     monkeypatch.setattr("os.cpu_count", lambda: 6)
-    assert threads("cpu") == 3 and threads("gpu") == threads("tpu") == threads("cpu", compile_cache_dir=None) == 0
+    assert threads("cpu") == 3 and threads("gpu") == threads("tpu") == 4
+    assert threads("cpu", compile_cache_dir=None) == 0, "programs that are not kept are compiled on first use"
     assert threads("cpu", compile_threads=0) == 0 and threads("gpu", compile_threads=2) == 2
-    for cores, expected in (1, 1), (2, 1), (64, 4):
+    for cores, on_cpu, on_gpu in (1, 1, 1), (2, 1, 1), (64, 4, 62):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        assert threads("cpu") == expected
+        assert (threads("cpu"), threads("gpu")) == (on_cpu, on_gpu)
+
+
+def test_accelerators_compile_before_they_are_ready():
+    def warms_up(platform: str, **settings: object) -> bool | None:
+        return JaxConfig(**settings).with_platform_defaults(platform).warmup  # type: ignore[arg-type]
+
+    assert warms_up("gpu") and warms_up("tpu") and not warms_up("cpu")
+    assert not warms_up("gpu", warmup=False) and warms_up("cpu", warmup=True)
+    assert not warms_up("gpu", compile_cache_dir=None), "each start would take minutes"
 
 
 def test_settings_do_not_import_jax():

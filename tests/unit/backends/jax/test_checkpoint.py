@@ -10,8 +10,15 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
-from skyrl_tx.backends.jax.train.training_state import TrainingStates, make_training_state, pad_rank
+from skyrl_tx.backends.jax.train.training_state import (
+    TrainingStates,
+    choose_smallest_rank,
+    make_training_state,
+    pad_rank,
+    resize_rank,
+)
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
@@ -168,5 +175,30 @@ def test_a_full_pool_takes_no_new_model(form):
         pool.get(ModelId("a"))
 
 
+def test_a_snapshot_is_restored_with_another_padding(form, tmp_path):
+    state = make_trained_state(form, rank=5)
+    checkpoint.capture(state, ALL_PARTS, form.files).write(tmp_path)
+    fresh = make_training_state(form.config, state.lora, 16)
+    restored = checkpoint.restore(fresh, checkpoint.open_snapshot(tmp_path, form.files, 16), ALL_PARTS)
+    assert restored.adapter.weights["unembed"].a.shape[-1] == 16
+    for ours, theirs in (
+        (restored.adapter.weights, state.adapter.weights),
+        (restored.optimizer.second, state.optimizer.second),
+        (restored.gradient, state.gradient),
+    ):
+        assert_same(resize_rank(ours, 8), theirs)
+
+
 def test_ranks_share_a_few_sizes():
     assert [pad_rank(rank) for rank in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 12, 16, 24, 32, 48, 64]
+    assert [pad_rank(rank, 32) for rank in (1, 16, 32, 33, 64)] == [32, 32, 32, 48, 64]
+
+    def choose(platform: str, **settings: int) -> int:
+        return choose_smallest_rank(JaxConfig(**settings).with_platform_defaults(platform))
+
+    assert (choose("cpu"), choose("gpu"), choose("gpu", max_lora_rank=12), choose("gpu", max_lora_rank=4)) == (
+        8,
+        32,
+        12,
+        8,
+    )

@@ -35,12 +35,14 @@ def remat(num_tokens: int) -> RematPolicy:
 
 def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() -> None:
     shapes = MicroBatchShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
-    found = list(shapes.iter_likely(iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])))
+    popular = iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])
+    found = list(dict.fromkeys((*shapes.iter_usual(popular), *shapes.iter_lengths())))
     assert found[0] == MicroBatchShape(2, 512, 4, 8, RematPolicy.FULL)
     assert found[1] == MicroBatchShape(2, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
     assert [shape.length for shape in found[2:]] == [104, 64]
     one_row = MicroBatchShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
-    assert [shape.length for shape in one_row.iter_likely(iter(()))] == [512, 384, 256, 128, 64]
+    assert [shape.length for shape in one_row.iter_usual(iter(()))] == [512, 512, 384, 256, 128]
+    assert [shape.length for shape in one_row.iter_lengths()] == [64, 128, 256, 384, 512]
     assert found[2:4] == [
         MicroBatchShape(2, 104, 1, 32, RematPolicy.FULL),
         MicroBatchShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS),

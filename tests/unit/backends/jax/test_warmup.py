@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,27 @@ def test_training_lengths_are_those_of_the_micro_batch_plan():
     assert list(start_plan.iter_training_lengths(128, 512)) == [64, 128, 256, 384, 512]
 
 
-@pytest.mark.slow
-def test_nothing_is_compiled_after_the_warm_up_and_its_model_is_deleted():
+def run_script(name: str, *arguments: Path) -> Any:
+    """Run a script of this directory with the tiny model, and return what it prints."""
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("warmup_script.py"), tiny_directory()],
-        env=os.environ | {"XLA_FLAGS": FAST_COMPILE_FLAGS},
+        [sys.executable, Path(__file__).with_name(name), tiny_directory(), *arguments],
+        env={name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        | {"XLA_FLAGS": FAST_COMPILE_FLAGS},
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up_and_its_model_is_deleted():
+    assert run_script("warmup_script.py") == []
+
+
+@pytest.mark.slow
+def test_rl_on_an_accelerator_waits_for_no_compiler_and_a_restart_compiles_nothing(tmp_path: Path):
+    first, second = (run_script("accelerator_script.py", tmp_path / "cache") for _ in range(2))
+    assert first["late"] == second["late"] == []
+    assert second["found"] == second["programs"] == first["programs"] > 30

@@ -1,0 +1,143 @@
+"""Start a backend with the settings of an accelerator on CPU, train by RL, and print what was compiled.
+
+Run by test_warmup.py:
+
+    python accelerator_script.py MODEL_DIRECTORY CACHE_DIRECTORY
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+from skyrl_tx.backends.jax import backend as backend_module
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
+from skyrl_tx.backends.jax.sample.slice_rows import RowCounts
+from skyrl_tx.backends.jax.shapes import MAX_PROMPTS_TOGETHER
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+
+MICRO_BATCH, CONTEXT = 256, 512
+LOSSES = "cross_entropy", "importance_sampling", "ppo", "cispo"
+
+
+class AcceleratorRunner(ModelRunner):
+    """Runs the sampling programs of an accelerator in bfloat16 on a CPU."""
+
+    @override
+    def _make_row_counts(self) -> RowCounts:
+        self._is_single_cpu, self._merges, self.prompts_of_shard = False, True, MAX_PROMPTS_TOGETHER
+        return super()._make_row_counts()
+
+
+def make_config(cache: Path) -> JaxConfig:
+    return JaxConfig(
+        compile_cache_dir=cache,
+        kernels="loops",
+        max_context_length=CONTEXT,
+        micro_batch_tokens=MICRO_BATCH,
+        max_sample_tokens=20 * CONTEXT,
+        sample_slots=20,
+        max_lora_adapters=2,
+        max_lora_rank=32,
+        max_sampler_adapters=4,
+    )
+
+
+def make_sample_request(name: str, sampler: SamplerId | None, length: int, new: int, num_samples: int) -> SampleRequest:
+    return SampleRequest(
+        request_id=RequestId(name),
+        sampler=sampler,
+        prompt=np.arange(length, dtype=np.int32) % 200,
+        num_samples=num_samples,
+        params=SamplingParams(seed=len(name), max_tokens=new, eos_stops=False),
+        options=PromptOptions(),
+    )
+
+
+def make_pass(model: ModelId, loss: str, lengths: list[int]) -> PreparedModelPassBatch:
+    def make_example(length: int) -> PassExample:
+        inputs: dict[str, Any] = {name: np.full(length, 0.5, np.float32) for name in LOSS_SPECS[loss].inputs}
+        return PassExample(
+            request_id=RequestId(loss),
+            model_id=model,
+            tokens=np.arange(length, dtype=np.int32) % 200,
+            loss=loss,
+            loss_inputs={**inputs, "target_tokens": np.ones(length, np.int32)},
+            loss_config=LOSS_SPECS[loss].config,
+        )
+
+    return PreparedModelPassBatch(examples=tuple(map(make_example, lengths)))
+
+
+def train(backend: JaxBackend) -> None:
+    """Take steps of RL with prompts and answers of many lengths, and two models of different ranks."""
+    draw = np.random.default_rng(0)
+    models = {ModelId("low"): 4, ModelId("default"): 32}
+    for model, rank in models.items():
+        backend.create_model(model, ModelSpec(lora=LoraSpec(rank=rank, seed=1)))
+
+    # Sample with both models, then train them.
+    for step in range(3):
+        samplers: list[SamplerId | None] = [None]
+        for model in models:
+            sampler = SamplerId(f"{model} {step % 2}")
+            backend.drop_sampler(sampler)
+            backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+            if step == 1:
+                samplers.append(sampler)
+            requests = tuple(
+                make_sample_request(f"{sampler} {n}", sampler, int(length), int(new), int(num))
+                for n, (length, new, num) in enumerate(
+                    zip(draw.integers(2, 330, 6), draw.integers(1, 60, 6), draw.integers(1, 9, 6), strict=True)
+                )
+            )
+            assert backend.sample(PreparedSampleBatch(requests=requests))
+
+        mixed = [make_sample_request(f"mixed {sampler}", sampler, 100, 20, 3) for sampler in samplers]
+        assert backend.sample(PreparedSampleBatch(requests=tuple(mixed)))
+
+        for model in models:
+            for loss in LOSSES:
+                lengths = draw.integers(8, MICRO_BATCH, 1 + 2 * step).tolist()
+                backend.forward_backward(make_pass(model, loss, [130, 140, *lengths]))  # more than one micro-batch
+            backend.gradient_norm(model)
+            backend.optim_step(model, OptimizerParams())
+
+
+def main(directory: str, cache: Path) -> None:
+    events: Counter[str] = Counter()
+    late: list[str] = []
+    mesh.get_platform = lambda _: "gpu"
+    backend_module.ModelRunner = AcceleratorRunner  # type: ignore[misc]
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+
+    def note(event: str, _: float, **labels: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            late.append(labels["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    backend = JaxBackend(directory, make_config(cache))
+    backend.start()
+    while backend.meters().progress is not None:  # slices of multiple adapters
+        time.sleep(0.05)
+    late.clear()
+    train(backend)
+    backend.close()
+    print(json.dumps({"late": late, "programs": events["compile_requests_use_cache"], "found": events["cache_hits"]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
