@@ -19,6 +19,7 @@ from skyrl_tx.contract.results import (
     TopK,
     TrainerGap,
 )
+from skyrl_tx.engine.backend_checks import check_sequence
 
 _MARGIN_CHARS = 8
 """Extra characters in the window of last tokens that is searched for stop strings.
@@ -81,9 +82,15 @@ class SampleAssembler:
         )
 
     def build_output(self) -> SampleOutput:
-        """Return the output of all samples. All of them must have ended."""
+        """Return the output of all samples. All of them must have ended.
+
+        Raises ServerError if arrays of the backend have the wrong form.
+        """
+        sequences = tuple(sequence.join() for sequence in self._sequences)
+        for sequence in sequences:
+            check_sequence(sequence)
         return SampleOutput(
-            sequences=tuple(sequence.join() for sequence in self._sequences),
+            sequences=sequences,
             prompt=self._prompt,
             target_cells=self.request.options.target_cells,
         )

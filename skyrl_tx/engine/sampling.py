@@ -16,6 +16,7 @@ from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.backend_checks import check_deltas
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import SlotsBusy
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
@@ -189,6 +190,7 @@ class SamplingExecutor:
         try:
             with clock.measure_call(taken):
                 deltas = self._context.backend.step_sample()
+            check_deltas(len(deltas), self._num_live)
         except FATAL_ERRORS:
             raise
         except Exception as error:
@@ -408,14 +410,17 @@ class SamplingExecutor:
 
     def _finish(self, running: _Running, error: Exception | None = None) -> None:
         """Commit a request's output or its failure."""
-        queued = running.queued
+        queued, request = running.queued, get_sample(running.queued)
         self._drop(running)
         self._forget(queued)
-        if error is not None:
-            self._context.fail(queued, error)
+        try:
+            if error is not None:
+                raise error
+            output = running.assembler.build_output()
+        except Exception as failure:
+            self._context.fail(queued, failure)
             return
 
-        request, output = get_sample(queued), running.assembler.build_output()
         self._context.request_log.meters.observe_sample_latency(
             created_at=queued.created_at,
             first_token_at=running.first_token_at,

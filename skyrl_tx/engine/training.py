@@ -8,10 +8,10 @@ from itertools import chain
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.errors import ErrorCategory, ServerError
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
-from skyrl_tx.engine import prepare
+from skyrl_tx.engine import backend_checks, prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
@@ -262,14 +262,31 @@ class TrainingExecutor:
         return _PreparedPass(queued, queued.model_id, request.backward, tuple(examples))
 
     def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult], taken: DeviceTime) -> None:
-        """Commit the result of each request. Device time is divided by the number of tokens."""
+        """Commit the result of each request. Device time is divided by the number of tokens.
+
+        A request whose results have the wrong form fails. With a wrong number of results, all fail.
+        """
+        try:
+            backend_checks.check_pass_count(len(results), sum(len(request.examples) for request in requests))
+        except ServerError as error:
+            for request in requests:
+                self._context.fail(request.queued, error)
+            return
+
         start = 0
         sizes = [request.queued.num_tokens for request in requests]
         per_token_s = taken.device_s / sum(sizes)
 
         for request, num_tokens in zip(requests, sizes, strict=True):
-            end = start + len(request.examples)
-            output = prepare.combine_pass_results(results[start:end], num_tokens)
+            own_results = results[start : start + len(request.examples)]
+            start += len(request.examples)
+            try:
+                backend_checks.check_pass_results(request.examples, own_results)
+            except ServerError as error:
+                self._context.fail(request.queued, error)
+                continue
+
+            output = prepare.combine_pass_results(own_results, num_tokens)
             model = self._context.models.get(request.model_id)
             effect_order = model.assign_effect_order() if request.backward else None
             share = replace(taken, device_s=per_token_s * num_tokens)
@@ -277,5 +294,3 @@ class TrainingExecutor:
             # One transaction per request: otherwise the first client would wait for the last
             # result.
             self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)
-            start = end
-        assert start == len(results), f"the backend gave {len(results)} results for {start} examples"

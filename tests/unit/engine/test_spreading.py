@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import text
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.store import futures, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, sample
@@ -34,7 +36,8 @@ class BlockedBackend(FakeBackend):
         if self._released.is_set():
             return super().step_sample()
         time.sleep(0.005)  # duration of a slice
-        return []
+        no_tokens, no_logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return [SampleDelta(request_id=self._executed[-1], index=0, tokens=no_tokens, logprobs=no_logprobs)]
 
 
 @pytest.fixture
