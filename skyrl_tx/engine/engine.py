@@ -28,7 +28,7 @@ from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.metrics import EngineMetrics, StatusPublisher
 from skyrl_tx.engine.observers import ResultObservers
-from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata
+from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata, warn_of_changes
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
@@ -100,6 +100,7 @@ class Engine:
         self.store.observe_commits(self.meters.store_write_s.observe)
         engines = self.store.read(engine_state.list_engines)
         last_active_at = max((row.updated_at for row in engines), default=None)
+        previous = {row.number: row.capabilities.get("fingerprint") for row in engines}.get(self.store.engine_number)
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.reassign_previous_work(self.store)
         status.start()
@@ -117,6 +118,7 @@ class Engine:
 
         try:
             capabilities = self._start_backend(backend)
+            warn_of_changes(previous or {}, capabilities.fingerprint)
             context = self._make_context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
             self._close_previous_engine()

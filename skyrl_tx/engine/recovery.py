@@ -40,6 +40,17 @@ def make_artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
     return {**_make_fingerprint_metadata(capabilities.fingerprint), _BASE_MODEL_HASH: capabilities.base_model_hash}
 
 
+def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Log which parts of the fingerprint have changed since the last start of the engine."""
+    changes = [f"{name} from {before[name]} to {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if changes:
+        _log.warning(
+            "changed since the last start: %s. Programs are compiled again, and results are not bit-equal to earlier "
+            "ones. To avoid that, start the server with the earlier versions, devices and settings",
+            ", ".join(changes),
+        )
+
+
 def _make_fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
     return {_FINGERPRINT + name: value for name, value in plain_text(fingerprint).items()}
 

@@ -184,6 +184,19 @@ def test_a_fingerprint_that_changed_while_the_engine_ran_is_a_warning_after_a_re
     assert "was written with dtype float32, but this engine has float64: results are not bit-equal" in caplog.text
 
 
+def test_a_changed_plan_is_named_at_the_start(harness, caplog):
+    class Smaller(FakeBackend):
+        def start(self):
+            capabilities = super().start()
+            return dataclasses.replace(capabilities, fingerprint={**capabilities.fingerprint, "dtype": "float16"})
+
+    harness.run(harness.create()[1])
+    harness.run(harness.create()[1])
+    assert "changed since" not in caplog.text
+    harness.run(harness.create()[1], backend=Smaller("tiny", harness.config))
+    assert "changed since the last start: dtype from float64 to float16. Programs" in caplog.text
+
+
 def test_another_fingerprint_is_a_warning(harness, caplog):
     class Newer(FakeBackend):
         def start(self):
