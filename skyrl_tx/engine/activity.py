@@ -22,6 +22,8 @@ from skyrl_tx.process.signals import ServiceThread
 HOST_WORK = "scheduling and storing requests"
 _MAX_SUBJECTS = 3
 _GROWTH = 1.1
+_LONG_S = 0.1
+"""Micro-batches up to this time make samples wait so briefly that one slice after each is enough."""
 
 _PERIOD_S = 1.0
 _CHECKS_PER_LIMIT = 4
@@ -234,6 +236,14 @@ class DeviceClock:
         self._dispatched.append(work)
         with self.measure_completion(work):
             yield
+
+    def count_slices_per_micro_batch(self) -> int:
+        """Return how many decode slices take about as long as one micro-batch of a pass.
+
+        The result is 1 for short micro-batches, and until both have run alone.
+        """
+        pass_s, slice_s = self._typical_s.get("pass", 0.0), self._typical_s.get("slice", 0.0)
+        return max(1, round(pass_s / slice_s)) if pass_s > _LONG_S and slice_s else 1
 
     def _divide_elapsed(self) -> None:
         counts = Counter(work.kind for work in self._dispatched)

@@ -297,6 +297,7 @@ class _Loop:
         balancer = membership.SampleBalancer(context, self.sampling)
         self._membership = membership.Membership(context, self._schedule, balancer)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
+        self._num_slices_left = 0  # including the slice right after a micro-batch
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def run_turn(self) -> bool:
@@ -457,8 +458,9 @@ class _Loop:
         self._context.request_log.wait_for_commits()
 
     def _run_device(self) -> bool:
-        """Run one training micro-batch, then one decode slice, so neither side waits for long."""
-        has_trained = self._train()
+        """Run one decode slice, and before it a micro-batch unless slices are left in its turn."""
+        self._num_slices_left -= 1
+        has_trained = (self._num_slices_left < 1 or not self.sampling.num_running) and self._train()
         return self.sampling.run_slice() or has_trained
 
     def _train(self) -> bool:
@@ -492,4 +494,6 @@ class _Loop:
         # While passes wait for the compiler, let the samples run.
         if training.is_waiting and self.sampling.num_running:
             return batch is not None
-        return training.run_micro_batch() or batch is not None
+        if has_trained := training.run_micro_batch():
+            self._num_slices_left = self._context.device_clock.count_slices_per_micro_batch()
+        return has_trained or batch is not None

@@ -67,6 +67,15 @@ def test_kinds_of_work_are_divided_by_what_each_takes_alone() -> None:
     assert abs(trained.device_s - 4.0) < 1e-9 and abs(sampled.device_s - 1.0) < 1e-9
 
 
+def test_as_many_slices_as_take_the_time_of_a_long_micro_batch() -> None:
+    device = Device()
+    for kind, seconds, expected in ("pass", 8.0, 1), ("slice", 1.5, 5), ("pass", 0.09, 1):
+        work = DeviceTime(kind)
+        device.dispatch(work, seconds)
+        device.complete(work)
+        assert device.clock.count_slices_per_micro_batch() == expected
+
+
 def test_work_that_is_done_when_its_call_returns_is_counted_at_once() -> None:
     device, taken = Device(), DeviceTime("step")
     with device.clock.measure_completion(taken):

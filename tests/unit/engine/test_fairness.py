@@ -10,6 +10,7 @@ from sqlmodel import select
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import STARVATION_BOUND
+from skyrl_tx.engine.activity import DeviceClock
 from skyrl_tx.store import futures
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -83,7 +84,10 @@ def longest_run(turns, side):
     return max(map(len, "".join(turns).replace("T" if side == "S" else "S", " ").split()), default=0)
 
 
-def test_training_and_sampling_wait_for_one_step_of_each_other(open_harness):
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_training_and_sampling_take_turns_of_equal_time(open_harness, monkeypatch, num_slices):
+    """A micro-batch takes as long as `num_slices` decode slices."""
+    monkeypatch.setattr(DeviceClock, "count_slices_per_micro_batch", lambda _: num_slices)
     harness = open_harness()
     model_id, created = harness.create()
     harness.run(created)
@@ -92,10 +96,11 @@ def test_training_and_sampling_wait_for_one_step_of_each_other(open_harness):
     samples = [harness.submit(endless()) for _ in range(2)]
     backend = RecordingBackend(harness.config)
     harness.run(*passes, *samples, backend=backend)
+
     turns = "".join(backend.turns)
     both = turns[turns.index("S") if turns[0] == "T" else turns.index("T") : min(turns.rindex("T"), turns.rindex("S"))]
     assert len(both) > 60
-    assert longest_run(both, "T") == 1 and longest_run(both, "S") == 1
+    assert longest_run(both, "T") == 1 and longest_run(both, "S") == num_slices
 
 
 def test_thousands_of_passes_of_one_model_delay_another_by_one_batch(open_harness):
