@@ -202,7 +202,10 @@ def test_every_release_logs_the_address_of_its_session(
     stack: LiveStack, run: Callable[[str], Run], version: str
 ) -> None:
     results = run(version).results
-    assert results["links"] == [f"live: {stack.url}/sessions/{results['session_id']}"]
+    (message,) = results["links"]
+    link, losses = message.splitlines()
+    assert link == f"live: {stack.url}/sessions/{results['session_id']}"
+    assert losses.startswith("loss stable_reinforce: ")
 
 
 @pytest.mark.parametrize("version", SDKS)
