@@ -1,5 +1,6 @@
 """Find backends, samplers and launchers by the names of their entry points, in any package."""
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -26,20 +27,37 @@ def find_spec(group: str, kind: str, name: str, spec_class: type[S]) -> S:
     """Return the object that an entry point refers to.
 
     `kind` describes the entry point in messages, for example "backend". Raises UserError if no
-    installed package has an entry point of this name, or if its object is not a `spec_class`.
+    installed package has an entry point of this name, if it cannot be loaded, or if its object is
+    not a `spec_class`.
     """
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         raise UserError(f"{kind} {name!r} is not installed; installed are: {', '.join(sorted(installed)) or 'none'}")
-    spec = installed[name].load()
+    entry = installed[name]
+    package = f" of package {entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    where = f"{kind} {name!r}: entry point {entry.value!r}{package}"
+
+    try:
+        spec = entry.load()
+    except Exception as error:  # importing the package of someone else may raise anything
+        raise UserError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(spec, spec_class):
-        raise UserError(
-            f"{kind} {name!r}: entry point {installed[name].value!r} must refer to a {spec_class.__name__}, "
-            f"not to an object of type {type(spec).__name__}"
-        )
+        found = f"the class {spec.__name__}" if isinstance(spec, type) else f"an object of type {type(spec).__name__}"
+        raise UserError(f"{where} must refer to a {spec_class.__name__}, not to {found}")
     return spec
 
 
-def list_installed(group: str) -> list[str]:
-    """Return the names of the entry points of a group, in alphabetical order."""
-    return sorted({entry.name for entry in entry_points(group=group)})
+def list_specs(
+    group: str, kind: str, spec_class: type[S], on_broken: Callable[[UserError], object] = lambda _: None
+) -> dict[str, S]:
+    """Return the objects of all entry points of a group by name.
+
+    Leaves out an entry point that cannot be loaded, and calls `on_broken` with the reason.
+    """
+    specs: dict[str, S] = {}
+    for name in sorted({entry.name for entry in entry_points(group=group)}):
+        try:
+            specs[name] = find_spec(group, kind, name, spec_class)
+        except UserError as error:
+            on_broken(error)
+    return specs

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pydantic import BaseModel
 
-from skyrl_tx.backends.registry import find_spec, list_installed
+from skyrl_tx.backends.registry import find_spec, list_specs
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import CannotServe
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def find_launcher(name: str) -> LauncherSpec:
     return find_spec(GROUP, "launcher", name, LauncherSpec)
 
 
-def list_launchers() -> Mapping[str, LauncherSpec]:
-    """Return the specs of all installed launchers by name."""
-    return {name: find_launcher(name) for name in list_installed(GROUP)}
+def list_launchers(on_broken: Callable[[UserError], object] = lambda _: None) -> Mapping[str, LauncherSpec]:
+    """Return the specs of all installed launchers by name, see `list_specs`."""
+    return list_specs(GROUP, "launcher", LauncherSpec, on_broken)
 
 
 _GPUS, _CHIPS = "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"

@@ -6,7 +6,7 @@ launchers and apps. Values come from flags, environment variables and a YAML fil
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 from skyrl_tx.artifacts import normalize_url
 from skyrl_tx.backends.hosts.settings import HostsFlags, HostsSettings, from_leader_worker_set
 from skyrl_tx.backends.registry import BACKEND_GROUP as BACKEND_GROUP
-from skyrl_tx.backends.registry import SAMPLER_GROUP, find_backend, find_sampler, list_installed
+from skyrl_tx.backends.registry import SAMPLER_GROUP, list_specs
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
@@ -220,11 +220,11 @@ class ShortFlag:
     info: FieldInfo
 
 
-def list_short_flags() -> dict[str, ShortFlag]:
-    """Return the short flags of all installed backends and samplers, by name."""
+def list_short_flags(on_broken: Callable[[UserError], object] = lambda _: None) -> dict[str, ShortFlag]:
+    """Return the short flags of all installed backends and samplers by name, see `list_specs`."""
     specs: list[tuple[Literal["backend", "sampler"], BackendSpec | SamplerSpec]] = [
-        *(("backend", find_backend(name)) for name in list_installed(BACKEND_GROUP)),
-        *(("sampler", find_sampler(name)) for name in list_installed(SAMPLER_GROUP)),
+        *(("backend", spec) for spec in list_specs(BACKEND_GROUP, "backend", BackendSpec, on_broken).values()),
+        *(("sampler", spec) for spec in list_specs(SAMPLER_GROUP, "sampler", SamplerSpec, on_broken).values()),
     ]
     return {
         flag: ShortFlag(kind, field, spec.config.model_fields[field])
@@ -240,6 +240,7 @@ def make_settings_class(
     *,
     apps: Sequence[type[BaseModel]] = (),
     on_removed: Callable[[Sequence[str]], object] = lambda _: None,
+    on_broken: Callable[[UserError], object] = lambda _: None,
 ) -> type[ServerSettings]:
     """Make a ServerSettings class with settings of a backend, a sampler, launchers and apps.
 
@@ -250,8 +251,10 @@ def make_settings_class(
         sampler: The sampler, if one is chosen.
         apps: The settings classes of apps.
         on_removed: Called with the names of removed settings that were given.
+        on_broken: Called with the reason for each installed backend, sampler or launcher that
+            cannot be loaded. The class has no settings of these.
     """
-    shorts = list_short_flags()
+    shorts = list_short_flags(on_broken)
 
     class WithParts(ServerSettings):
         app_settings = tuple(apps)
@@ -281,7 +284,7 @@ def make_settings_class(
     )
     launchers = {
         name: (launcher.config, Field(default_factory=launcher.config, description=f"with --launcher {name}"))
-        for name, launcher in list_launchers().items()
+        for name, launcher in list_launchers(on_broken).items()
     }
 
     # Fields of short flags.
@@ -396,23 +399,50 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseModel]] = ()) -> list[str]:
+def check_environment(settings: type[ServerSettings], environment: Mapping[str, str]) -> list[str]:
     """Return the names of removed settings in the environment.
 
     Raises SettingsError if a variable has our prefix, but is neither a setting nor a removed one.
     """
-    known = {*ServerSettings.model_fields, *list_short_flags(), *list_launchers()}
-    known |= {name for app in apps for name in app.model_fields}
     removed: list[str] = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in _TEST_VARIABLES:
             continue
-        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if is_removed(key):
-            removed.append(key)
-        elif key not in known:
-            raise SettingsError(f"environment variable {name}: there is no setting {key!r}{suggest(key, known)}")
+        path = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+        if not _check_path(settings, path, f"environment variable {name}"):
+            removed.append(".".join(path))
     return removed
+
+
+def check_file(settings: type[ServerSettings], values: Mapping[str, Any], where: str) -> None:
+    """Raise SettingsError if a value of the file is neither a setting nor a removed one.
+
+    `where` names the file in the message.
+    """
+    for path in _list_paths(values):
+        _check_path(settings, path, where)
+
+
+def _list_paths(values: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the names of nested values, for example ["backend_config", "seed"]."""
+    for name, value in values.items():
+        inner = list(_list_paths(cast(Mapping[str, Any], value))) if isinstance(value, Mapping) else []
+        yield from ([str(name), *path] for path in inner or [[]])
+
+
+def _check_path(settings: type[BaseModel], path: Sequence[str], where: str) -> bool:
+    """Return whether a nested setting exists, or False for a removed one. Raises SettingsError for other names."""
+    kind: Any = settings
+    for depth, part in enumerate(path, start=1):
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return True  # pydantic checks the value, for example the keys of a dict
+        if part not in kind.model_fields:
+            name = ".".join(path[:depth])
+            if is_removed(name):
+                return False
+            raise SettingsError(f"{where}: there is no setting {name!r}{suggest(part, kind.model_fields)}")
+        kind = kind.model_fields[part].annotation
+    return True
 
 
 def describe_validation_error(error: ValidationError) -> str:

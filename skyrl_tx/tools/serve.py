@@ -21,8 +21,8 @@ from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.compose import APP_SETTINGS, APPS
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command import CommandError, CommandParser, suggest
-from skyrl_tx.launch.removed_settings import accept_removed_flags, describe_removed, is_removed
+from skyrl_tx.launch.command import CommandError, CommandParser
+from skyrl_tx.launch.removed_settings import accept_removed_flags, describe_removed
 from skyrl_tx.launch.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -30,6 +30,7 @@ from skyrl_tx.launch.settings import (
     ServerSettings,
     SettingsError,
     check_environment,
+    check_file,
     describe_validation_error,
     has_setting,
     make_settings_class,
@@ -133,9 +134,6 @@ def add_settings(
 
     Both this function and the returned function raise SettingsError, which names each invalid setting.
     """
-    # Names of settings of earlier releases that are set in the environment. They only cause a warning.
-    removed_names = check_environment(os.environ, APP_SETTINGS)
-
     # Find out which backend and sampler were chosen.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
@@ -156,12 +154,17 @@ def add_settings(
 
     # Add the flags of the server, the backend, the sampler and the apps.
     parser.help_groups = HELP_GROUPS
-    composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed_names.extend)
-    for name in file_values:
-        if not has_setting(composed, name) and not is_removed(name):
-            raise SettingsError(
-                f"--config {chosen.config}: there is no setting {name!r}{suggest(name, composed.model_fields)}"
-            )
+    removed_names: list[str] = []
+    composed = make_settings_class(
+        spec,
+        file_values,
+        sampler,
+        apps=APP_SETTINGS,
+        on_removed=removed_names.extend,
+        on_broken=lambda error: print(f"{parser.prog}: warning: {error}", file=sys.stderr),
+    )
+    removed_names += check_environment(composed, os.environ)
+    check_file(composed, file_values, f"--config {chosen.config}")
     merge_fields = _add_fields(parser, composed)
     accept_removed_flags(parser, partial(has_setting, composed))
 

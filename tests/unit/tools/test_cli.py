@@ -117,7 +117,7 @@ def test_no_auth_allows_any_address() -> None:
     ("text", "message"),
     [
         ("prot: 1\n", "server.yaml: there is no setting 'prot'; did you mean port?"),
-        ("backend_config: {vocab: 1}\n", "--backend-config.vocab"),
+        ("backend_config: {vocab_sise: 1}\n", r"no setting 'backend_config\.vocab_sise'; did you mean vocab_size\?"),
         ("- a\n", "must be a mapping"),
         ("a: [\n", "not YAML"),
     ],
@@ -131,7 +131,13 @@ def test_error_names_an_invalid_file(tmp_path: Path, text: str, message: str) ->
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("SKYRL_TX_PROT", "SKYRL_TX_PROT"), ("SKYRL_TX_BACKEND_CONFIG__VOCAB", "--backend-config.vocab")],
+    [
+        ("SKYRL_TX_PROT", "variable SKYRL_TX_PROT: there is no setting 'prot'; did you mean port"),
+        (
+            "SKYRL_TX_BACKEND_CONFIG__VOCAB_SISE",
+            "VOCAB_SISE: there is no .*_config.vocab_sise'; did you mean vocab_size",
+        ),
+    ],
 )
 def test_error_names_an_invalid_environment_variable(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
     monkeypatch.setenv(name, "1")
