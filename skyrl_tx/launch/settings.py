@@ -287,14 +287,15 @@ def make_settings_class(
         for name, launcher in list_launchers(on_broken).items()
     }
 
-    # Fields of short flags.
-    aliases: dict[str, Any] = {
-        name: (
-            cast(Any, short.info.annotation) | None,
-            Field(default=None, description=f"{short.info.description} Same as --{short.kind}-config.{short.field}."),
+    # Fields of short flags. The help hides the flags of other backends, and a value for them is an error.
+    aliases: dict[str, Any] = {}
+    for name, short in shorts.items():
+        kind: Any = cast(Any, short.info.annotation) | None
+        same = _format_flag(f"{short.kind}_config.{short.field}")
+        aliases[name] = (
+            CliSuppress[kind] if short.kind == "backend" and name not in spec.flags else kind,
+            Field(default=None, description=f"{short.info.description} Same as {same}."),
         )
-        for name, short in shorts.items()
-    }
 
     bases: Any = (WithParts, *apps)
     composed: Any = create_model(
