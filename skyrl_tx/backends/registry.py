@@ -1,12 +1,15 @@
-"""Find backends, samplers and launchers by the names of their entry points, in any package."""
+"""Find backends, samplers and launchers by the names of their entry points, in any package. Start backends."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-from skyrl_tx.contract.backend import BackendSpec
-from skyrl_tx.contract.errors import UserError
+from pydantic import BaseModel
+
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
+from skyrl_tx.contract.errors import BackendLost, RequestError, UserError
 from skyrl_tx.contract.sampler import SamplerSpec
+from skyrl_tx.process.setup import CannotServe
 
 BACKEND_GROUP = "skyrl_tx.backends"
 SAMPLER_GROUP = "skyrl_tx.samplers"
@@ -61,3 +64,19 @@ def list_specs(
         except UserError as error:
             on_broken(error)
     return specs
+
+
+def start_backend(name: str, spec: BackendSpec, base_model: str, config: BaseModel) -> AbstractBackend:
+    """Import and start a backend.
+
+    Errors about a wrong model, path or setting keep their type. Raises CannotServe for other errors.
+    """
+    try:
+        backend = spec.load()(base_model, config)
+        if not isinstance(backend, AbstractBackend):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"load() must return a subclass of AbstractBackend, not {type(backend).__name__}")
+        return backend
+    except (RequestError, OSError, ValueError, BackendLost):
+        raise
+    except Exception as error:
+        raise CannotServe(f"backend {name!r}: start failed: {type(error).__name__}: {error}") from error

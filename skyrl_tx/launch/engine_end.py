@@ -8,6 +8,7 @@ from pathlib import Path
 from skyrl_tx.artifacts import ArtifactsUnreachable
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.process.paths import explain_os_error
+from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.process.signals import EXIT_STATUS
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 
@@ -91,7 +92,7 @@ class EngineEnd:
             _log.debug("the engine failed", exc_info=error)
         else:
             _log.error("the engine failed", exc_info=error)
-            message = f"{type(error).__name__}: {message}"
+            message = message if isinstance(error, CannotServe) else f"{type(error).__name__}: {message}"
         return cls(
             message=message,
             is_final=not isinstance(error, EngineLost),

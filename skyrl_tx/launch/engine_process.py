@@ -32,7 +32,7 @@ from skyrl_tx.backends.hosts.channel import LeaderLost
 from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
-from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.backends.registry import find_backend, find_sampler, start_backend
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost
@@ -297,6 +297,7 @@ def _run(
             config,
             on_ready,
             on_stuck,
+            backend_name=" + ".join(filter(None, (launch.backend, launch.sampler))),
             boot_id=boot_id,
             over_hosts=partial(_wrap_for_hosts, launch),
             apps=launch.apps,
@@ -339,6 +340,7 @@ def run_engine(
     on_ready: Callable[[Capabilities], None] = lambda _: None,
     on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
     *,
+    backend_name: str = "",
     boot_id: str | None = None,
     over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
     second_signal_exits: bool = True,
@@ -352,6 +354,7 @@ def run_engine(
         backend_config: Settings of the backend.
         on_ready: Called when the engine is ready.
         on_stuck: Called on another thread when a backend call exceeds its time limit.
+        backend_name: The name of the backend in messages.
         boot_id: Id of this run. The default is a new id.
         over_hosts: Wraps the backend if multiple hosts hold the model. Its second argument ends
             this process with a reason.
@@ -359,8 +362,7 @@ def run_engine(
             this for its child.
         apps: Optional features.
 
-    Raises EngineLost if the backend or the database was lost, and other errors if the engine cannot
-    start.
+    Raises EngineLost if the backend or the database was lost, and other errors if the start fails.
     """
     # Open the database, which may have to wait.
     stop = threading.Event()
@@ -381,9 +383,8 @@ def run_engine(
     ):
         try:
             # Load the backend and open the artifacts.
-            backend = over_hosts(
-                spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
-            )
+            started = start_backend(backend_name, spec, settings.base_model, backend_config)
+            backend = over_hosts(started, lambda reason: on_stuck(store, reason))
             artifacts = open_artifacts(
                 settings.data_dir,
                 settings.artifacts,

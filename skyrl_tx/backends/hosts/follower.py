@@ -19,7 +19,7 @@ from skyrl_tx.backends.hosts import calls
 from skyrl_tx.backends.hosts.calls import BackendCall, Frame
 from skyrl_tx.backends.hosts.channel import LeaderLost, connect
 from skyrl_tx.backends.hosts.settings import HostsSettings
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, start_backend
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.signals import ServiceThread
@@ -192,5 +192,6 @@ def follow(
     connection, welcome = connect(settings)
     with connection:
         spec = find_backend(welcome.backend)
-        backend = spec.load()(welcome.base_model, spec.config.model_validate_json(welcome.config))
+        config = spec.config.model_validate_json(welcome.config)
+        backend = start_backend(welcome.backend, spec, welcome.base_model, config)
         Follower(connection, backend, settings.rank, on_ready=on_ready, on_lost=on_lost).run()

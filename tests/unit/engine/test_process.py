@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.launch import engine_process
 from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
@@ -154,6 +154,22 @@ def test_backend_that_cannot_start_exits_without_restart(harness, error):
     expected = UserError if isinstance(error, UserError) else EngineLost
     with pytest.raises(expected, match=str(error)):
         run_engine(harness.settings, spec, harness.config)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (lambda: {}["weights.embed"], "KeyError: 'weights.embed'"),
+        (lambda: AbstractBackend, "TypeError: Can't instantiate abstract class AbstractBackend"),
+        (lambda: lambda base_model, config: config, "TypeError: load.. must return a subclass of AbstractBackend, not"),
+    ],
+)
+def test_an_unexpected_error_at_the_start_names_the_backend(harness, load, reason):
+    spec = BackendSpec(config=type(harness.config), load=load)
+    with pytest.raises(CannotServe, match=f"backend 'mine': start failed: {reason}") as error:
+        run_engine(harness.settings, spec, harness.config, backend_name="mine")
+    end = EngineEnd.from_error(error.value)
+    assert end.is_final and end.message == str(error.value)
 
 
 def test_second_engine_is_refused(harness):
