@@ -48,6 +48,8 @@ class NumberField:
 
     def describe(self, high: float) -> str:
         """Describe the range, for example "from 1 to 4096, or -1"."""
+        if high == self.low == 0:
+            return "0: this server does not offer it"
         if self.excludes is not None:
             return f"in (0, {high:g}]" if self.excludes == "low" else f"in [{self.low:g}, {high:g})"
         if high == MAX_FLOAT32:

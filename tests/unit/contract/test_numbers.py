@@ -43,6 +43,8 @@ def test_backend_lowers_the_highest_number() -> None:
     check_number("rank", 8, high=8)
     with pytest.raises(UserError, match=r"^lora_config.rank 9 must be from 1 to 8$"):
         check_number("lora_config.rank", 9, high=8)
+    with pytest.raises(UserError, match=r"^topk_prompt_logprobs 3 must be 0: this server does not offer it$"):
+        check_number("topk_prompt_logprobs", 3, field="topk_logprobs", high=0)
 
 
 def test_numbers_of_other_packages_must_be_finite() -> None:
