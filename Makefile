@@ -95,7 +95,7 @@ constraints:  ## write constraints.txt: the versions of all packages with which 
 	mv build/constraints.txt constraints.txt
 
 docs:  ## build the documentation site into build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 aot:  ## compile models for GPUs and TPUs without having them, into docs/internals/measurements/compiled.md (hours; can be stopped and continued); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_aot $(FLAGS)
