@@ -56,6 +56,8 @@ from skyrl_tx.store.errors import StoreError, ValueRefused
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
+_DATABASE_FAILED = "the database is not available; see the server's log"
+"""Says nothing about the database, because callers without a key may read it."""
 _OBJECT_STORE_TIMEOUT_S = 2.0
 """Time limit for calls of an object store on which a client waits, except downloads."""
 _LOG_PERIOD_S = 60.0
@@ -276,7 +278,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
         # Errors of the server, which are logged with the owner.
         case StoreError():
             _log_store_error(request, error)
-            return _make_detail_response(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
+            return _make_detail_response(HTTPStatus.SERVICE_UNAVAILABLE, _DATABASE_FAILED)
         case _:
             reference = secrets.token_hex(4)
             owner = {"owner": request.scope.get(OWNER)}

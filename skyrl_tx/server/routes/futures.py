@@ -74,7 +74,7 @@ async def retrieve_future(request: Request) -> Response:
         log_fields = {"request_id": request_id, "owner": call.caller.owner}
         _log.error("could not read a result from the database: %s", error, extra=log_fields)
         await asyncio.sleep(_ERROR_PAUSE_S)
-        reason = f"the database is not available: {error}"
+        reason = "the database is not available; see the server's log"
 
     # The client polls again. The SDK shows the reason, but not together with the state "active".
     again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
