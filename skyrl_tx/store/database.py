@@ -126,7 +126,8 @@ class Store:
                 write_engine = dialect.create_writer(role)
                 stack.callback(write_engine.dispose)
                 write_engine.connect().close()
-                if dialect.name is not None and not (data_dir / _DATABASE_NOTE).is_file():
+                may_note = role != "tool" or creates  # a tool that only reads may have got the wrong URL
+                if may_note and dialect.name is not None and not (data_dir / _DATABASE_NOTE).is_file():
                     write_note(data_dir, _DATABASE_NOTE, dialect.name)
 
                 if role != "tool":
@@ -275,6 +276,8 @@ def restore(source: Path, data_dir: Path, url: str | None = None) -> None:
     dialect = _make_dialect(data_dir, url, busy_timeout_s=10.0)
     try:
         dialect.restore(source)
+        if dialect.name is not None:
+            write_note(data_dir, _DATABASE_NOTE, dialect.name)
     except (DBAPIError, OSError, *dialect.errors) as error:
         raise dialect.explain(error) from error
 

@@ -310,9 +310,11 @@ def _restore(arguments: argparse.Namespace) -> int:
 
     made_at = format_time(backup.created_at)
     print(f"restored the backup of {made_at} to {data_dir}")
+    where = f"--data-dir {data_dir}" + ("" if url is None else " --database-url URL")
     print(
         f"API keys are as they were then: keys that were revoked after {made_at} are valid again. Before you start the "
-        f"server, look at `skyrl-tx keys list --data-dir {data_dir}` and run `skyrl-tx keys revoke` for these keys"
+        f"server, look at `skyrl-tx keys list {where}` and run `skyrl-tx keys revoke` for these keys"
+        + ("" if url is None else "; URL is the database of this restore, also in SKYRL_TX_DATABASE_URL")
     )
     for artifact_id, why in backup.left_out.items():
         print(f"not in the backup: {artifact_id}: {why}")

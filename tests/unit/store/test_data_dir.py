@@ -44,3 +44,12 @@ def test_a_directory_refuses_a_second_external_database(tmp_path: Path) -> None:
 def test_the_recorded_database_name_holds_no_secret(tmp_path: Path, postgresql_url: str) -> None:
     open_and_close(tmp_path, postgresql_url)
     assert "@" not in (tmp_path / "database").read_text()
+
+
+def test_a_tool_that_reads_records_no_database(tmp_path: Path) -> None:
+    """The tool may have the URL of another database, for example from its environment."""
+    url = other_url(tmp_path, "other.db")
+    open_and_close(tmp_path / "data", url)
+    (tmp_path / "data" / "database").unlink()
+    Store.open(tmp_path / "data", role="tool", url=url, creates=False).close()
+    assert not (tmp_path / "data" / "database").exists()

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import codec
@@ -98,6 +99,12 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
     for folder in (tmp_path / "restored", tmp_path / "restored" / "artifacts"):
         assert folder.stat().st_mode & 0o777 == 0o700, folder
     assert (tmp_path / "restored" / "signing.key").read_bytes() == b"k" * 32
+
+    if other_url is not None:
+        name = make_url(other_url).database
+        assert name is not None and name in (tmp_path / "restored" / "database").read_text()
+        status, _, err = skyrl_tx(capsys, "keys", "list", "--data-dir", tmp_path / "restored", "--database-url", url)
+        assert status == 1 and "belongs to the database" in err
 
     _, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", *target)
     findings = [finding for finding in json.loads(out)["findings"] if finding["check"] in ("database", "artifacts")]
