@@ -5,7 +5,18 @@ import secrets
 from collections.abc import Collection
 from typing import Literal
 
-from sqlalchemy import MetaData, PrimaryKeyConstraint, UniqueConstraint, bindparam, exists, func, or_, update
+from sqlalchemy import (
+    ColumnElement,
+    MetaData,
+    PrimaryKeyConstraint,
+    UniqueConstraint,
+    and_,
+    bindparam,
+    exists,
+    func,
+    or_,
+    update,
+)
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.errors import UserError
@@ -221,11 +232,19 @@ def has_any(tx: Session) -> bool:
     return tx.exec(select(ApiKeyRow.key_id).limit(1)).first() is not None
 
 
+def list_usable(tx: Session, now: float) -> list[ApiKeyRow]:
+    """Return all keys that are neither revoked nor expired."""
+    return list(tx.exec(select(ApiKeyRow).where(_is_usable(now))).all())
+
+
 def has_usable(tx: Session, now: float) -> bool:
     """Return whether there is a key that is neither revoked nor expired."""
+    return tx.exec(select(ApiKeyRow.key_id).where(_is_usable(now)).limit(1)).first() is not None
+
+
+def _is_usable(now: float) -> ColumnElement[bool]:
     is_unexpired = or_(col(ApiKeyRow.expires_at).is_(None), col(ApiKeyRow.expires_at) > now)
-    usable = select(ApiKeyRow.key_id).where(col(ApiKeyRow.revoked_at).is_(None), is_unexpired)
-    return tx.exec(usable.limit(1)).first() is not None
+    return and_(col(ApiKeyRow.revoked_at).is_(None), is_unexpired)
 
 
 def hash_key(key: str) -> str:

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     creating.add_argument(
         "--expires-in",
-        type=parse_duration_s,
+        type=_parse_lifetime_s,
         metavar="TIME",
         help="the lifetime of the key, for example 12h or 30d (default: it never expires)",
     )
@@ -104,6 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     finish_parser(revoking, _revoke)
 
 
+def _parse_lifetime_s(text: str) -> float:
+    """Convert a duration to seconds. Raises ArgumentTypeError if it is no duration, or 0."""
+    seconds = parse_duration_s(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("must be more than 0 s")
+    return seconds
+
+
 def _create(arguments: argparse.Namespace) -> None:
     owner: str = arguments.owner
     if not _OWNER.fullmatch(owner):
@@ -139,7 +147,11 @@ def _create(arguments: argparse.Namespace) -> None:
             raise
         created = None  # an older release wrote the database, so this is not the first start
     if created is None:
-        print(f"no key created: there was a key of scope {arguments.scope} before", file=sys.stderr)
+        print(
+            f"no key created: there was a key of scope {arguments.scope} before. If it is lost or revoked, run "
+            f"`skyrl-tx keys create` without --if-none",
+            file=sys.stderr,
+        )
         return
     _print(*created, output=arguments.output)
 
@@ -224,3 +236,5 @@ def _revoke(arguments: argparse.Namespace) -> None:
                     f"key {key_id} does not exist or is already revoked; `skyrl-tx keys list` shows all keys"
                 )
             print(f"revoked key {key_id}")
+        if not any(row.scope == "admin" for row in store.read(lambda tx: keys.list_usable(tx, time.time()))):
+            print("there is no valid admin key now; create one with `skyrl-tx keys create OWNER --admin`")

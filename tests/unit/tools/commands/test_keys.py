@@ -32,6 +32,7 @@ def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (listed["owner"], listed["scope"], listed["name"]) == ("ann@example.org", "admin", "laptop")
     assert (listed["note"], listed["revoked"]) == ("for tests", None)
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 0
+    assert "there is no valid admin key now" in capsys.readouterr().out
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 1
     assert "is already revoked" in capsys.readouterr().err
 
@@ -73,7 +74,7 @@ def list_keys(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[s
 def test_scope_and_expiry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "create", "ann", "--scope", "sample", "--expires-in", "30d") == 0
     assert ", scope sample, expires at 20" in capsys.readouterr().err
-    assert run(tmp_path, "create", "bob", "--expires-in", "0") == 0
+    assert run(tmp_path, "create", "bob", "--expires-in", "0.000001") == 0
     ann, bob = list_keys(tmp_path, capsys)
     assert (ann["scope"], ann["status"], ann["last_used"]) == ("sample", "valid", None) and ann["expires"] is not None
     assert (bob["scope"], bob["status"]) == ("user", "expired")
@@ -118,6 +119,12 @@ def test_only_the_first_key_is_created_with_if_none(tmp_path: Path, capsys: pyte
         run(tmp_path, "revoke", "2")
         capsys.readouterr()
     assert len(list_keys(tmp_path, capsys)) == 2
+
+
+def test_a_key_without_a_lifetime_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "create", "root", "--expires-in", "0")
+    assert "--expires-in: must be more than 0 s" in capsys.readouterr().err
 
 
 def test_no_key_is_created_without_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
