@@ -1,4 +1,4 @@
-"""A fault in what a backend returns fails the request with an error that names the fault."""
+"""A wrong result of a backend fails its request with an error that names the fault."""
 
 import re
 from dataclasses import replace
