@@ -84,9 +84,11 @@ class QueuedRequest(StoredRequest):
         )
 
     def check_crashes(self, max_attempts: int) -> None:
-        """Raise ServerError if this request, running alone, crashed the engine too often."""
+        """Raise ServerError if the engine crashed or hung too often while it ran this request alone."""
         if self.crashes >= max_attempts:
-            raise ServerError(f"given up: the engine crashed {self.crashes} times while it ran this request alone")
+            raise ServerError(
+                f"given up: the engine crashed or hung {self.crashes} times while it ran this request alone"
+            )
 
     @property
     def is_barrier(self) -> bool:

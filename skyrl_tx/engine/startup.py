@@ -43,7 +43,7 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
     """Replay a model with its ephemeral saves. Returns why the replay failed, or None."""
     crashes, reason = context.store.read(lambda tx: futures.get_max_crashes(tx, saves)), None
     if crashes >= context.settings.max_attempts:
-        return f"the engine crashed {crashes} times while it restored them"
+        return f"the engine crashed or hung {crashes} times while it restored them"
     context.attempts.count(saves)
     try:
         context.models.ensure_resident([model_id])

@@ -243,7 +243,7 @@ def test_replay_that_crashes_engines_is_given_up(harness, caplog):
     assert last.num_steps == 0, "it is not replayed again"
     failure = harness.result(wanted)
     assert failure.category == ErrorCategory.SERVER
-    assert "its unsaved weights are lost: the engine crashed 3 times while it restored them" in failure.message
+    assert "its unsaved weights are lost: the engine crashed or hung 3 times while it restored them" in failure.message
     assert f"1 ephemeral samplers of model {model_id} are lost" in caplog.text
     assert harness.result(others).sequences, "others are served"
 
