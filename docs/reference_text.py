@@ -125,14 +125,16 @@ that the recipe knows, and set two environment variables:
 ```bash
 skyrl-tx serve --base-model Qwen/Qwen3-8B
 
-pip install tinker-cookbook
+pip install 'tinker-cookbook[math-rl]=={cookbook}'
 export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
 python -m tinker_cookbook.recipes.math_rl.train model_name=Qwen/Qwen3-8B log_path=logs/math_rl
 ```
 
 The slow tests (`tests/recipes`) run the recipes of `tinker-cookbook` {cookbook} on this page
-offline and unmodified, on a tiny model that is served under the name `Qwen/Qwen3-8B`. We have not
-run them with real weights."""
+unmodified, on a tiny model that is served under the name `Qwen/Qwen3-8B`, with small data sets
+instead of the data that the recipes download from the hub. We have not run them with real weights.
+Recipes need different extras of the package, for example `math-rl` for `math_rl`; the error of a
+recipe names the missing extra."""
 
 RECIPE_NAMES = """\
 ## Which names must match
@@ -159,8 +161,8 @@ therefore be the same base model, or a checkpoint of it. Pass its name where the
 argument (`teacher_model`, `grader_llm_name`), or make the name of the recipe an alias:
 
 ```bash
-skyrl-tx serve --base-model Qwen/Qwen3-8B --served-model-aliases
-Qwen/Qwen3.5-4B,Qwen/Qwen3.5-9B,Qwen/Qwen3.6-35B-A3B
+skyrl-tx serve --base-model Qwen/Qwen3-8B \\
+    --served-model-aliases Qwen/Qwen3.5-4B,Qwen/Qwen3.5-9B,Qwen/Qwen3.6-35B-A3B
 ```
 
 | Recipe | Names that it uses in addition to `model_name` |
@@ -191,9 +193,10 @@ The cookbook's shortest programs, supervised and by reinforcement learning. `rl_
 [`stable_reinforce`](losses.md#stable_reinforce) unless another one is named:
 
 ```bash
-python -m tinker_cookbook.recipes.sl_loop model_name=Qwen/Qwen3-8B log_path=logs/sl_loop
-batch_size=16 python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B
-log_path=logs/rl_loop batch_size=8 \\     group_size=8 loss_fn=importance_sampling
+python -m tinker_cookbook.recipes.sl_loop model_name=Qwen/Qwen3-8B \\
+    log_path=logs/sl_loop batch_size=16
+python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B log_path=logs/rl_loop \\
+    batch_size=8 group_size=8 loss_fn=importance_sampling
 ```
 
 With trackio, `rl_loop` also [logs its rewards](../guides/metrics.md#recipes-of-tinker-cookbook) to
@@ -227,8 +230,8 @@ Chat with a checkpoint, and evaluate one with inspect-ai. `SAMPLER` is the path 
 
 ```bash
 python -m tinker_cookbook.chat_app.tinker_chat_cli base_model=Qwen/Qwen3-8B model_path=SAMPLER
-python -m tinker_cookbook.eval.run_inspect_evals tasks=task.py@sums model_path=SAMPLER
-temperature=0.6 top_p=0.9
+python -m tinker_cookbook.eval.run_inspect_evals tasks=task.py@sums model_path=SAMPLER \\
+    temperature=0.6 top_p=0.9
 ```
 
 The tests also run the GSM8K benchmark of the cookbook, its two evaluators of the negative
