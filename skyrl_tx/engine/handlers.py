@@ -162,7 +162,8 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
     context.models.ensure_resident([model_id])
     if model.gradient_error is not None:
         cause = f"is incomplete and was dropped, because a forward_backward failed: {model.gradient_error}"
-        _drop_gradient(context, queued, model, f"the gradient {cause}")
+        advice = "send all passes of this step again, then optim_step; the weights are unchanged"
+        _drop_gradient(context, queued, model, f"the gradient {cause}; {advice}")
         return
     prepare.check_optim(request.params)
 

@@ -268,8 +268,10 @@ def _check_reward(steps: Sequence[OptimizerStep]) -> Hint | None:
     return Hint(
         "note",
         "This run has advantages, but no reward is logged to this server.",
-        "To see rewards here, send your metrics to this server: install trackio and set TRACKIO_SERVER_URL to the "
-        "address of this server with /trackio at its end, and TRACKIO_WRITE_TOKEN to your API key.",
+        "To see rewards here, send them to this server: in a loop of your own with "
+        'training_client.get_telemetry().log("metrics", {"step": step, "reward": reward}), in a recipe of '
+        "tinker-cookbook with trackio (set TRACKIO_SERVER_URL to the address of this server with /trackio at its end, "
+        "and TRACKIO_WRITE_TOKEN to your API key).",
         known[0][0],
     )
 
