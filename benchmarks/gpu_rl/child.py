@@ -38,9 +38,14 @@ class PhaseFailed(Exception):
 
 
 def run_module(
-    module: str, arguments: dict[str, Any], log: Path, limit_s: float, python: Path = Path(sys.executable)
+    module: str,
+    arguments: dict[str, Any],
+    log: Path,
+    limit_s: float,
+    python: Path = Path(sys.executable),
+    package: str = "gpu_rl",
 ) -> dict[str, Any]:
-    """Run a module of this package, and return its figures; raises PhaseCut or PhaseFailed.
+    """Run a module of a package of benchmarks, and return its figures; raises PhaseCut or PhaseFailed.
 
     Its output is appended to the log.
     """
@@ -52,7 +57,7 @@ def run_module(
         begins_at = output.tell()
         inputs, results = Path(folder) / "arguments.json", Path(folder) / "results.json"
         inputs.write_text(json.dumps(arguments))
-        command = [str(python), "-m", f"benchmarks.gpu_rl.{module}", str(inputs), str(results)]
+        command = [str(python), "-m", f"benchmarks.{package}.{module}", str(inputs), str(results)]
         process = start_group(command, variables, output)
 
         try:

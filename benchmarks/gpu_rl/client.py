@@ -23,11 +23,11 @@ def connect(url: str) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=url, api_key=API_KEY)
 
 
-def create_adapter(service: tinker.ServiceClient) -> tinker.TrainingClient:
+def create_adapter(service: tinker.ServiceClient, seed: int = 0) -> tinker.TrainingClient:
     """Create an adapter for the model that the server has."""
     (model,) = service.get_server_capabilities().supported_models
     assert model.model_name is not None
-    return service.create_lora_training_client(model.model_name, rank=RANK, seed=0).result()
+    return service.create_lora_training_client(model.model_name, rank=RANK, seed=seed).result()
 
 
 def read_metrics(url: str) -> dict[str, float]:

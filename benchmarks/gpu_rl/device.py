@@ -1,8 +1,12 @@
-"""Facts about the GPU from nvidia-smi. No process of the benchmark but server and peers opens the device."""
+"""Memory of the GPU, and facts about it, from nvidia-smi, and memory of a process from /proc (Linux).
+
+No process of the benchmark but server and peers opens the device.
+"""
 
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 NO_GPU = "cpu"
 
@@ -16,6 +20,13 @@ def read_device_name() -> str:
 def read_driver_version() -> str | None:
     found = _ask("driver_version")
     return found[0] if found else None
+
+
+def read_process_memory(process: int) -> dict[str, int]:
+    """Return the resident memory of a process and its peak since its start, in megabytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return {"resident_mb": kilobytes["VmRSS"] * 1024 // 10**6, "peak_mb": kilobytes["VmHWM"] * 1024 // 10**6}
 
 
 class MemoryWatch:

@@ -22,6 +22,8 @@ class Records:
     machine: dict[str, Any]
     options: dict[str, Any]
     """The measured configuration, without the phase."""
+    benchmark: str = "gpu_rl"
+    conditions: str = "one process on the device"
     _records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @classmethod
@@ -44,12 +46,12 @@ class Records:
         self._records = [record for record in self._records if self._key(record) != self._own_key(phase)]
         self._records.append(
             {
-                "benchmark": "gpu_rl",
+                "benchmark": self.benchmark,
                 "date": datetime.now(UTC).date().isoformat(),
                 "commit": self.commit,
                 "machine": self.machine,
-                "conditions": "one process on the device",
-                "command": f"python -m benchmarks.bench_gpu_rl {' '.join(sys.argv[1:])}".rstrip(),
+                "conditions": self.conditions,
+                "command": f"python -m benchmarks.bench_{self.benchmark} {' '.join(sys.argv[1:])}".rstrip(),
                 "options": {"phase": phase, **self.options},
                 "results": results,
             }

@@ -14,6 +14,7 @@ from benchmarks.gpu_rl.child import LOG_TAIL, PhaseCut, PhaseFailed, kill_group,
 
 _READY = re.compile(r"ready at (https?://\S+);")
 _LOADED = re.compile(r"backend ready on .* after ([\d.]+) s")
+_ENGINE = re.compile(r"engine process (\d+) started")
 _STOP_S = 15.0
 _POLL_S = 0.05
 
@@ -51,6 +52,11 @@ class Server:
     @property
     def log(self) -> str:
         return self._log.read_bytes()[self._log_begins_at :].decode(errors="replace")
+
+    @property
+    def engine(self) -> int:
+        """The process id of the engine that was started last."""
+        return int(_ENGINE.findall(self.log)[-1])
 
     def describe_start(self) -> dict[str, Any]:
         """Return the seconds until it was ready and until the backend was, and what the log says until now."""
