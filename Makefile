@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak format proto release constraints docs \
-	reference vendor aot gpu gpu-rl gpu-wheels
+	reference vendor aot gpu gpu-rl gpu-wheels real
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -105,6 +105,9 @@ gpu:  ## test the GPU of this machine and measure its speed (under nine minutes;
 
 gpu-rl:  ## measure end-to-end reinforcement learning on this GPU, compared with transformers (under ten minutes; can be stopped and continued); FLAGS="--model Qwen3.5-4B"
 	python -m benchmarks.bench_gpu_rl $(FLAGS)
+
+real:  ## serve, train, kill, export and merge pretrained models, compared with transformers (1 to 2 hours on two cores; can be stopped and continued); FLAGS="--base-model Qwen/Qwen3-8B"
+	python -m benchmarks.bench_real $(FLAGS)
 
 gpu-wheels:  ## download the packages that a GPU host without a network needs into build/wheels
 	python -m benchmarks.collect_wheels
