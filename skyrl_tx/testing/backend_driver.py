@@ -1,6 +1,6 @@
 """A driver for tests that call a backend directly: it builds small requests, trains and samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LossInput
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.contract.results import PassResult, SampleDelta
+from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.contract.state_files import FILES
 
 Floats = NDArray[np.float64]
@@ -24,6 +24,10 @@ Array = TypeVar("Array", bound=NDArray[Any])
 
 STEP = OptimizerParams(learning_rate=0.05, weight_decay=0.1, grad_clip_norm=1.0)
 WEIGHTS_ONLY = frozenset({StatePart.WEIGHTS})
+STEP_METRICS = frozenset({"unclipped_grad_l2:mean", "learning_rate:mean", "step:max"})
+"""Metrics that every optimizer step returns."""
+MOST_EMPTY_STEPS = 10_000
+"""Number of decode slices in a row without a token after which a test fails, because it would never end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,17 @@ class Drawn:
 class BackendDriver:
     """Calls a started backend in one test.
 
-    `clean` frees the models and samplers that the test created.
+    `clean` frees the models and samplers that the test created, and cancels its samples.
     """
 
     backend: AbstractBackend
     capabilities: Capabilities
     directory: Path
+    make_backend: Callable[[], AbstractBackend] | None = None
+    """Makes the backend that replaces this one if `clean` fails. None means that it is not replaced."""
     _models: list[ModelId] = field(default_factory=list[ModelId])
     _samplers: list[SamplerId] = field(default_factory=list[SamplerId])
+    _sample_requests: list[RequestId] = field(default_factory=list[RequestId])
     _numbers: Iterator[int] = field(default_factory=count)
 
     def spec(self, seed: int = 1, *, rank: int = 4) -> ModelSpec:
@@ -71,9 +78,24 @@ class BackendDriver:
         model_id = self.new_id()
         self.backend.create_model(model_id, self.spec(seed))
         for step in range(steps):
-            self.backend.forward_backward(self.batch(self.request(model_id, seed=step)))
-            self.backend.optim_step(model_id, STEP)
+            self.forward_backward(self.batch(self.request(model_id, seed=step)))
+            self.optim_step(model_id, STEP)
         return model_id
+
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """Run a forward pass. Asserts that it returns one complete result per example."""
+        return _check_results(batch, self.backend.forward(batch))
+
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """Run a forward-backward pass. Asserts that it returns one complete result per example."""
+        return _check_results(batch, self.backend.forward_backward(batch))
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        """Take an optimizer step. Asserts that it returns the metrics that every step has."""
+        metrics = self.backend.optim_step(model_id, params)
+        missing = sorted(STEP_METRICS - metrics.keys())
+        assert not missing, f"optim_step returned the metrics {sorted(metrics)}, and {missing} are missing"
+        return metrics
 
     def request(
         self, model_id: ModelId, lengths: Sequence[int] = (5, 9), *, seed: int = 0, loss: str = "cross_entropy"
@@ -113,7 +135,7 @@ class BackendDriver:
         inputs = {"target_tokens": read_only(np.ascontiguousarray(targets)), "weights": read_only(np.ones(shape, "f4"))}
         [example] = self.request(model_id, (len(tokens),))
         example = replace(example, tokens=read_only(tokens), loss_inputs=inputs)
-        [result] = self.backend.forward(self.batch([example]))
+        [result] = self.forward(self.batch([example]))
         return result.logprobs.astype(np.float64)
 
     def sampler(self, model_id: ModelId) -> SamplerId:
@@ -135,8 +157,9 @@ class BackendDriver:
 
         By default it asks for eight new tokens.
         """
+        self._sample_requests.append(RequestId(f"request-{next(self._numbers)}"))
         return SampleRequest(
-            request_id=RequestId(f"request-{next(self._numbers)}"),
+            request_id=self._sample_requests[-1],
             sampler=sampler,
             prompt=read_only(np.array([3, 1, 2, 3], np.int32)),
             num_samples=num_samples,
@@ -148,9 +171,20 @@ class BackendDriver:
     def run_samples(self, *requests: SampleRequest) -> list[SampleDelta]:
         """Run requests together to their end, and return all deltas except empty ones."""
         self.backend.begin_sample(PreparedSampleBatch(requests=requests))
+        return [delta for delta in self.finish_samples() if delta.tokens.size or delta.stop_reason or delta.error]
+
+    def finish_samples(self) -> list[SampleDelta]:
+        """Run decode slices until no sample is left, and return all deltas. Asserts that this ends."""
         deltas: list[SampleDelta] = []
+        num_empty = 0
         while new := self.backend.step_sample():
-            deltas.extend(delta for delta in new if delta.tokens.size or delta.stop_reason or delta.error)
+            deltas += new
+            has_progress = any(delta.tokens.size or delta.stop_reason or delta.error for delta in new)
+            num_empty = 0 if has_progress else num_empty + 1
+            assert num_empty < MOST_EMPTY_STEPS, (
+                f"step_sample returned {num_empty} times in a row only deltas without a token, stop reason or error, "
+                f"the last one for sample {new[-1].index} of {new[-1].request_id}"
+            )
         return deltas
 
     def draw(self, request: SampleRequest, *others: SampleRequest) -> list[Drawn]:
@@ -159,7 +193,9 @@ class BackendDriver:
         return [drawn_of(deltas, request.request_id, index) for index in range(request.num_samples)]
 
     def clean(self) -> None:
-        """Free the models and samplers of the test."""
+        """Cancel the samples of the test, and free its models and samplers."""
+        if self._sample_requests:  # a backend that cannot sample yet can run the other tests
+            self.backend.cancel_sample(self._sample_requests)
         for model_id in self._models:
             self.backend.delete_model(model_id)
         for sampler in self._samplers:
@@ -185,6 +221,16 @@ class BackendDriver:
             loss_inputs={name: array(name, kind) for name, kind in spec.inputs.items()},
             loss_config=dict(spec.config),
         )
+
+
+def _check_results(batch: PreparedModelPassBatch, results: list[PassResult]) -> list[PassResult]:
+    num_results, num_examples = len(results), len(batch.examples)
+    assert num_results == num_examples, f"the pass returned {num_results} results for {num_examples} examples"
+    for example, result in zip(batch.examples, results, strict=True):
+        shape, expected = result.logprobs.shape, example.loss_inputs["target_tokens"].shape
+        assert shape == expected, f"logprobs has the shape {shape}, and target_tokens has {expected}"
+        assert "loss" in result.sums, f"sums has {sorted(result.sums)}, and 'loss' is missing"
+    return results
 
 
 def read_only(array: Array) -> Array:

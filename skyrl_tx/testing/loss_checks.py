@@ -37,7 +37,7 @@ class LossChecks:
         model_id = driver.model(steps=1)
         for loss in driver.capabilities.losses:
             batch = driver.batch(driver.request(model_id, (6, 11), loss=loss))
-            before, after = driver.backend.forward(batch), driver.backend.forward_backward(batch)
+            before, after = driver.forward(batch), driver.forward_backward(batch)
             for left, right in zip(before, after, strict=True):
                 assert nearly_equal(left, right, self.pass_tolerance), loss
             for example, result in zip(batch.examples, after, strict=True):
@@ -46,7 +46,7 @@ class LossChecks:
                 assert np.isfinite(result.logprobs).all() and np.isfinite(result.sums["loss"])
                 assert not any(":" in name for name in (*result.sums, *result.means)), "the engine adds the colon"
 
-            metrics = driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
+            metrics = driver.optim_step(model_id, OptimizerParams(learning_rate=0.0))
             assert metrics["unclipped_grad_l2:mean"] > 0, loss
             for name in metrics:
                 _, colon, reduction = name.partition(":")
@@ -55,7 +55,7 @@ class LossChecks:
     def test_cross_entropy_is_a_plain_weighted_sum(self, driver: BackendDriver) -> None:
         """The loss is the negative sum of weights times log-probabilities, without a mean."""
         batch = driver.batch(driver.request(driver.model(steps=1), (6, 11)))
-        for example, result in zip(batch.examples, driver.backend.forward(batch), strict=True):
+        for example, result in zip(batch.examples, driver.forward(batch), strict=True):
             expected = -float((example.loss_inputs["weights"] * result.logprobs).sum())
             assert result.sums["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -67,14 +67,14 @@ class LossChecks:
         """
         model_id, backend = driver.model(steps=1), driver.backend
         base = driver.request(model_id, (6, 11), seed=3)
-        policy = [result.logprobs.astype(np.float64) for result in backend.forward(driver.batch(base))]
+        policy = [result.logprobs.astype(np.float64) for result in driver.forward(driver.batch(base))]
         for name in driver.capabilities.losses.keys() & LOSS_SPECS.keys():
             # Run the loss.
             examples = [
                 _make_near_policy(example, base[number], policy[number], number)
                 for number, example in enumerate(driver.request(model_id, (6, 11), loss=name))
             ]
-            results = backend.forward_backward(driver.batch(examples))
+            results = driver.forward_backward(driver.batch(examples))
             actual = driver.arrays_of(model_id, StatePart.GRADIENT)
             backend.clear_gradient(model_id)
 
@@ -92,7 +92,7 @@ class LossChecks:
                 )
                 for example, slope in zip(base, slopes, strict=True)
             ]
-            backend.forward_backward(driver.batch(linear))
+            driver.forward_backward(driver.batch(linear))
             expected_gradient = driver.arrays_of(model_id, StatePart.GRADIENT)
             backend.clear_gradient(model_id)
 
@@ -121,7 +121,7 @@ class LossChecks:
         weights = np.array([[1, 0], [0.5, 0.5], [-1, 2], [0, 0], [1, 1]], np.float32)
         inputs = {"target_tokens": read_only(targets), "weights": read_only(weights)}
         example = replace(example, tokens=read_only(tokens), loss_inputs=inputs)
-        [result] = driver.backend.forward_backward(driver.batch([example]))
+        [result] = driver.forward_backward(driver.batch([example]))
 
         own = np.take_along_axis(logprobs, targets, axis=1)
         np.testing.assert_allclose(result.logprobs, own, rtol=0, atol=20 * self.tolerance)
@@ -129,7 +129,7 @@ class LossChecks:
 
     def test_an_optimizer_step_is_that_of_torch_adamw(self, driver: BackendDriver) -> None:
         """Two steps with moments, decay and clipping, and one below the clipping limit."""
-        model_id, backend = driver.model(), driver.backend
+        model_id = driver.model()
         first: dict[str, Floats] = {}
         second: dict[str, Floats] = {}
         for step, norm in ((1, 0.01), (2, 0.01), (3, 1e6)):
@@ -138,11 +138,11 @@ class LossChecks:
             )
 
             # Take the optimizer step.
-            backend.forward_backward(driver.batch(driver.request(model_id, seed=step)))
+            driver.forward_backward(driver.batch(driver.request(model_id, seed=step)))
             before = driver.arrays_of(model_id, StatePart.WEIGHTS)
             gradient = driver.arrays_of(model_id, StatePart.GRADIENT)
             assert gradient.keys() == before.keys(), "a gradient has the names of the weights"
-            metrics = backend.optim_step(model_id, params)
+            metrics = driver.optim_step(model_id, params)
             after = driver.arrays_of(model_id, StatePart.WEIGHTS)
 
             # Compare its metrics and the new weights.

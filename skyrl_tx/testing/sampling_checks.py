@@ -57,7 +57,7 @@ class SamplingChecks:
         [example] = driver.request(model_id, (len(tokens) - 1,))
         inputs = dict(example.loss_inputs) | {"target_tokens": tokens[1:]}
         scored = replace(example, tokens=tokens[:-1], loss_inputs=inputs)
-        [result] = driver.backend.forward(driver.batch([scored]))
+        [result] = driver.forward(driver.batch([scored]))
         np.testing.assert_allclose(sampled, result.logprobs, rtol=0, atol=self.tolerance)
 
     # Sampling
@@ -99,10 +99,7 @@ class SamplingChecks:
         cancelled, kept = driver.sample_request(None), driver.sample_request(None)
         driver.backend.begin_sample(PreparedSampleBatch(requests=(cancelled, kept)))
         driver.backend.cancel_sample([cancelled.request_id, cancelled.request_id])
-        ids = set()
-        while new := driver.backend.step_sample():
-            ids |= {delta.request_id for delta in new}
-        assert ids == {kept.request_id}
+        assert {delta.request_id for delta in driver.finish_samples()} == {kept.request_id}
         assert driver.backend.step_sample() == []
 
     def test_no_delta_follows_the_end_of_a_sample(self, driver: BackendDriver) -> None:
@@ -114,9 +111,9 @@ class SamplingChecks:
         driver.backend.end_sample(request.request_id, 1)
         driver.backend.end_sample(request.request_id, 1)
         driver.backend.end_sample(driver.sample_request(None).request_id, 0)
-        while new := driver.backend.step_sample():
-            assert all(delta.index != 1 for delta in new)
-            deltas += new
+        rest = driver.finish_samples()
+        assert all(delta.index != 1 for delta in rest)
+        deltas += rest
         ended = {delta.index for delta in deltas if delta.stop_reason == "length"}
         assert ended >= {0, 2}
 
@@ -131,8 +128,7 @@ class SamplingChecks:
         driver.backend.begin_sample(parts[0])
         deltas = driver.backend.step_sample()
         driver.backend.begin_sample(parts[1])
-        while new := driver.backend.step_sample():
-            deltas += new
+        deltas += driver.finish_samples()
         for index, expected in enumerate(whole):
             drawn = drawn_of(deltas, request.request_id, index)
             assert drawn.tokens == expected.tokens
