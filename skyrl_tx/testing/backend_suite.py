@@ -335,10 +335,21 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
 
     # Snapshots
 
+    def test_a_new_model_is_restored_from_its_files(self, driver: BackendDriver) -> None:
+        """The seed decides the weights of a new model, and its files hold its whole state."""
+        model_id, copy, directory = driver.model(1), driver.new_id(), driver.directory / "new"
+        directory.mkdir()
+        driver.backend.capture(model_id, ALL_PARTS).write(directory)
+        driver.backend.restore(copy, driver.spec(1), driver.backend.open_snapshot(directory), ALL_PARTS)
+        assert driver.state_of(copy) == driver.state_of(model_id)
+        driver.backend.delete_model(copy)
+        driver.backend.create_model(copy, driver.spec(1))
+        assert driver.state_of(copy) == driver.state_of(model_id) != driver.state_of(driver.model(2))
+
     def test_a_restored_model_continues_bit_equal(self, driver: BackendDriver) -> None:
         """A model restored from files into another model continues with the same bits."""
         model_id, copy = driver.model(steps=2), driver.new_id()
-        driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=4)))
+        driver.forward_backward(driver.batch(driver.request(model_id, seed=4)))
         directory = driver.directory / "kept"
         directory.mkdir()
         driver.backend.capture(model_id, ALL_PARTS).write(directory)

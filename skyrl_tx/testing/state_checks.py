@@ -75,7 +75,7 @@ class StateChecks:
         for directory in (empty, other, damaged):
             directory.mkdir()
         (other / "notes.txt").write_text("no weights")
-        driver.backend.capture(driver.model(steps=1), ALL_PARTS).write(damaged)
+        driver.backend.capture(driver.model(), ALL_PARTS).write(damaged)
         for path in damaged.glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[:40])
         for directory in (empty, other, damaged):
@@ -97,8 +97,8 @@ class StateChecks:
 
         thread = threading.Thread(target=write)
         thread.start()
-        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
-        driver.backend.optim_step(model_id, STEP)
+        driver.forward_backward(driver.batch(driver.request(model_id)))
+        driver.optim_step(model_id, STEP)
         thread.join()
         assert not failures, failures
         assert {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))} == expected
