@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from skyrl_tx.contract.backend import ALL_PARTS, StatePart
+from skyrl_tx.contract.backend import ALL_PARTS, BackendSpec, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import SamplerId
@@ -17,7 +17,19 @@ MOST_FILLED = 64
 
 
 class StateChecks:
-    """Tests of error classes, and of the records that the engine stores and sends."""
+    """Tests of error classes, settings, and the records that the engine stores and sends."""
+
+    spec: BackendSpec | None = None
+    """The object behind the entry point of the backend. Without it, one test is skipped."""
+
+    def test_settings_have_defaults_and_descriptions(self) -> None:
+        """Settings become flags, and an unknown setting is an error."""
+        if self.spec is None:
+            pytest.skip("set `spec` to the BackendSpec of the backend")
+        config = self.spec.config
+        assert config.model_config.get("extra") == "forbid", f"{config.__name__}: set extra='forbid' in model_config"
+        lacking = [name for name, info in config.model_fields.items() if info.is_required() or not info.description]
+        assert not lacking, f"{config.__name__}: these fields have no default or no description: {lacking}"
 
     def test_capabilities_can_be_stored_and_sent(self, driver: BackendDriver) -> None:
         """The engine publishes capabilities, and stores the fingerprint with weights."""

@@ -13,6 +13,7 @@ from skyrl_tx.contract.ids import ModelId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.testing.fake import BACKEND
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 
@@ -79,6 +80,8 @@ class BlockingFake(BlockingBackend):
 
 
 class TestFake(BackendSuite):
+    spec = BACKEND
+
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
         return FakeBackend("tiny", CONFIG)

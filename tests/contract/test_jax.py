@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tx.backends.jax import BACKEND
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
@@ -30,6 +31,7 @@ from tests.support.tiny import (
 
 
 class TestJax(BackendSuite):
+    spec = BACKEND
     architecture = DENSE
     config = TINY_CONFIG
     pass_tolerance = 0.0 if IS_ON_CPU else 1e-5  # 1.9e-6 on an H200
