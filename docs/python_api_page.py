@@ -81,7 +81,8 @@ def _describe_values(body: Sequence[ast.stmt], *, documented_only: bool = False)
         target = node.target if isinstance(node, ast.AnnAssign) else None
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]
-        if not isinstance(target, ast.Name) or target.id.startswith("_"):
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        if not all(isinstance(name, ast.Name) and not name.id.startswith("_") for name in names):
             continue
 
         text = ""
@@ -92,21 +93,21 @@ def _describe_values(body: Sequence[ast.stmt], *, documented_only: bool = False)
 
 
 def _value_signature(node: ast.stmt) -> str:
-    """Return the source of a constant or field; values that are longer than a number or a name are left out."""
+    """Return the source of a constant or field; long values are left out."""
     assert isinstance(node, ast.Assign | ast.AnnAssign)
     if isinstance(node, ast.AnnAssign):
         signature = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
     else:
         signature = ast.unparse(node.targets[0])
     value = "" if node.value is None else ast.unparse(node.value)
-    return f"{signature} = {value}" if value and len(value) <= 24 and "field(" not in value else signature
+    return f"{signature} = {value}" if value and len(value) <= 44 and "field(" not in value else signature
 
 
 def _is_public_function(node: ast.stmt) -> bool:
     """Whether a function belongs on the page: no test, no fixture, and no override that only refers to its base."""
     if not isinstance(node, _Function):
         return False
-    if node.name.startswith(("_", "test_")) and node.name != "__init__":
+    if node.name.startswith(("_", "test_")) and node.name not in ("__init__", "__len__"):
         return False
     is_fixture = any("pytest.fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
     return not is_fixture and bool(text := ast.get_docstring(node)) and not text.startswith("See ")

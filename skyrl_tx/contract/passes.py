@@ -26,6 +26,7 @@ class ScratchPass(Pass, Generic[Gradient]):
     """
 
     def __init__(self, batch: PreparedModelPassBatch, *, micro_batch_tokens: int) -> None:
+        """Split the batch into micro-batches of at most `micro_batch_tokens` tokens."""
         self._todo = list(micro_batches(batch.examples, micro_batch_tokens))[::-1]
         self._results: list[PassResult] = []
         self._gradients: dict[tuple[ModelId, RequestId], Gradient] = {}

@@ -14,6 +14,7 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 
 StopReason = Literal["stop", "length"]
+"""Why a sample ended: "stop" at a stop token, end token or stop string, "length" at `max_tokens`."""
 Metrics = Mapping[str, float]
 """Numbers by name.
 

@@ -109,10 +109,12 @@ class OpenSamples:
     """The running samples of all requests, in order of arrival."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
+        """Start without samples. Tokens of `eos_token_ids` end a sample, except if `eos_stops` is False."""
         self._eos = frozenset(eos_token_ids)
         self._samples: dict[tuple[RequestId, int], OpenSample] = {}
 
     def __len__(self) -> int:
+        """Return the number of running samples."""
         return len(self._samples)
 
     def begin(self, batch: PreparedSampleBatch) -> None:

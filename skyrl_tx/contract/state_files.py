@@ -26,16 +26,22 @@ from typing import Any
 from skyrl_tx.contract.backend import StatePart
 
 CONFIG_FILE = "adapter_config.json"
+"""The file of `adapter_config`."""
 WEIGHTS_FILE = "adapter_model.safetensors"
+"""The file of the weights."""
 FILES: Mapping[StatePart, str] = {
     StatePart.WEIGHTS: WEIGHTS_FILE,
     StatePart.OPTIMIZER: "optimizer.safetensors",
     StatePart.GRADIENT: "gradient.safetensors",
 }
+"""The safetensors file of each part."""
 
 PREFIX = "base_model.model."
+"""Starts the name of every tensor of an adapter, before the name of the module."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""End the names of the two factors of an adapter."""
 FIRST_MOMENT, SECOND_MOMENT, STEP = "first_moment.", "second_moment.", "step"
+"""The prefixes of the two moments of a tensor, and the name of the number of steps."""
 TIED_UNEMBED_MODULE = "model.unembed_tokens"
 """The name of the unembedding in an adapter if it is tied to the embedding."""
 
