@@ -171,7 +171,7 @@ def check_text(subject: ExaminedServer) -> Iterator[Finding]:
         encoded = text.encode("Hello", add_special=False)
         decoded = text.decode(encoded, skip_special=True)
     except UserError as problem:
-        yield warning("tokenizer", str(problem), "stop strings and the OpenAI and Anthropic endpoints need a tokenizer")
+        yield warning("tokenizer", str(problem), "clients and the OpenAI and Anthropic endpoints need a tokenizer")
         return
     if decoded.strip() != "Hello":
         advice = "compare its files with the published files of the model"
