@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
@@ -118,7 +119,7 @@ class Engine:
 
         try:
             capabilities = self._start_backend(backend)
-            warn_of_changes(previous or {}, capabilities.fingerprint)
+            warn_of_changes(cast(Mapping[str, str], previous or {}), capabilities.fingerprint)
             context = self._make_context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
             self._close_previous_engine()
