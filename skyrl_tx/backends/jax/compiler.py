@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
+from jax._src import xla_bridge  # pyright: ignore[reportPrivateUsage]  (JAX has no public function)
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.backends.jax.gpu_memory import reserve_gpu_memory
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.signals import ServiceThread
 
@@ -340,10 +342,13 @@ def set_cpu_options(environment: MutableMapping[str, str]) -> None:
 
 
 def configure_jax(config: JaxConfig) -> JaxConfig:
-    """Configure JAX in this process: XLA options, precision of products, compilation cache.
+    """Configure JAX in this process: GPU memory, XLA options, precision, compilation cache.
 
-    Returns the settings, without `compile_cache_dir` if that directory cannot be written.
+    Returns the settings, without `compile_cache_dir` if that directory cannot be written. Raises
+    UserError if other programs use the memory of a GPU.
     """
+    if not xla_bridge.backends_are_initialized():  # otherwise this process has its memory already
+        reserve_gpu_memory(config)
     set_cpu_options(os.environ)
     jax.config.update("jax_default_matmul_precision", "highest")
     directory = config.compile_cache_dir

@@ -96,6 +96,10 @@ class JaxFlags(BaseModel):
     This takes minutes if compile_cache_dir is empty. Unset: on a single GPU or TPU, if there is a
     compile_cache_dir."""
 
+    gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
+    """The share of each GPU's memory that JAX takes.
+    Unset: the value of XLA_PYTHON_CLIENT_MEM_FRACTION, or else 0.92. The server does not start if
+    other programs use too much of a GPU for this default."""
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     """Device mesh. Unset: the first device only."""
 

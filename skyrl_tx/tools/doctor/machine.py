@@ -4,10 +4,8 @@
 the devices.
 """
 
-import csv
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,7 +21,9 @@ from packaging.version import Version
 from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
+from skyrl_tx.backends.jax.gpu_memory import SHARE_VARIABLE, read_gpu_share
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.process.gpus import list_gpus
 from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_available_memory
 from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.process.units import format_bytes
@@ -44,8 +44,6 @@ _TOOLS: tuple[Mapping[str, object], ...] = (
 
 _TIMEOUT_S = 180.0
 """Some drivers need a minute to start. A TPU that another process uses never answers."""
-_QUERY = ("name", "driver_version", "memory.total", "memory.used")
-_BUSY_MIB = 2048
 _ADVICE = {
     "--base-model": "name the directory or hub id of a supported model; for the hub, check the network and HF_TOKEN",
     "--backend-config.mesh": "the product of the sizes must be the number of devices, and each size must divide the "
@@ -283,15 +281,16 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
         return
 
     # The driver, and the use of the GPUs.
-    gpus = list(_list_nvidia_gpus())
+    gpus = list_gpus()
     is_serving = "engine" in subject.server_pids
-    for name, driver, total, used in gpus:
-        yield ok("driver", f"{name}, driver {driver}, {total} MiB")
-        if not is_serving and int(used) > _BUSY_MIB:
+    share = read_gpu_share(settings.backend_config.gpu_memory_share)
+    for gpu in gpus:
+        yield ok("driver", f"{gpu.name}, driver {gpu.driver}, {format_bytes(gpu.total_bytes)}")
+        if not is_serving and gpu.free_bytes < share * gpu.total_bytes:
             yield warning(
                 "driver",
-                f"other programs use {used} MiB of {name}",
-                "stop them: the server plans with all the memory that JAX may take",
+                f"other programs use {format_bytes(gpu.used_bytes)} of {gpu.name}",
+                f"stop them: the server takes {share:g} of each GPU",
             )
 
     # The devices that JAX finds, and the plan of the model.
@@ -307,21 +306,6 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
         yield from _check_plan(answer, answer.plan, settings.backend_config, is_serving=is_serving)
 
 
-def _list_nvidia_gpus() -> Iterator[list[str]]:
-    """Yield the name, driver, memory in MiB and used memory in MiB of each GPU, as printed by nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
-        if done.returncode == 0 and len(row) == len(_QUERY) and row[2].isdigit() and row[3].isdigit():
-            yield row
-
-
 def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
     """Run the probe and return its answer, or a finding if it fails."""
     question = ProbeQuestion(base_model=base_model, backend_config=config.model_dump(mode="json"))
@@ -334,9 +318,16 @@ def ask_child(program: str, question: ProbeQuestion, answer: type[Answer], timeo
     Returns its answer, or a finding if it fails or takes longer than `timeout_s`.
     """
     # No preallocation, so that the program works while a server is using the devices.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        SHARE_VARIABLE: str(read_gpu_share(question.backend_config.get("gpu_memory_share"))),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     command = [sys.executable, "-m", f"skyrl_tx.tools.doctor.{program}"]
     advice = "check the driver and programs that use the devices; `skyrl-tx status --stacks` helps if it is a server"
+
+    # Run it, and read its answer.
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=timeout_s

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
+from skyrl_tx.backends.jax.gpu_memory import read_gpu_share
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import ServerSettings
@@ -110,7 +111,8 @@ def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> 
     jax.config.update("jax_platforms", "cpu")
     try:
         with open_built_in_model(settings.base_model) as model:  # other models are opened by their path or hub id
-            plan = plan_model(model, config, arguments.device, is_mesh_given=is_mesh_given)
+            devices = replace(arguments.device, gpu_share=read_gpu_share(config.gpu_memory_share))
+            plan = plan_model(model, config, devices, is_mesh_given=is_mesh_given)
     except UserError as error:
         raise CommandError(str(error), status=2) from error
     return replace(plan, base_model=settings.base_model), config

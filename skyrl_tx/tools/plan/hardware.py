@@ -13,10 +13,11 @@ tables that third parties derived from these sources.
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
+
+from skyrl_tx.backends.jax.gpu_memory import GPU_SHARE
 
 GIB = 2**30
 MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
@@ -25,15 +26,12 @@ MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
 For example, one H200 trained half as many tokens per second as the bound. Measured with `make gpu` and Qwen3-8B:
 training in micro-batches of 16,384 tokens, and decoding 256 samples of 1,000 tokens.
 """
-GPU_SHARE = 0.75
-"""The share of a GPU's memory that JAX takes by default (docs.jax.dev, GPU memory allocation)."""
-_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TPU_RESERVED_BYTES = GIB // 4
 """Memory that the TPU runtime reserves. On v5e the compiler reports 15.75 of 16 GiB as usable."""
 
 
 class DeviceError(ValueError):
-    """A device name, topology or share of memory is invalid. The message names the valid values."""
+    """A device name or topology is invalid. The message names the valid values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +59,8 @@ class Devices:
 
     kind: DeviceKind
     topology: tuple[int, ...]
+    gpu_share: float = GPU_SHARE
+    """The share of a GPU's memory that JAX takes."""
 
     @property
     def number(self) -> int:
@@ -71,7 +71,7 @@ class Devices:
     def limit_bytes(self) -> int:
         """The memory that JAX may take on each device, in bytes."""
         if self.kind.family == "gpu":
-            return int(_read_gpu_share() * self.kind.memory_bytes)
+            return int(self.gpu_share * self.kind.memory_bytes)
         return self.kind.memory_bytes - _TPU_RESERVED_BYTES
 
     def __str__(self) -> str:
@@ -141,26 +141,12 @@ def parse_devices(text: str) -> Devices:
     if kind is None:
         problem = f"unknown device {name!r}; the known devices are {', '.join(KINDS)}"
         raise DeviceError(f"{problem}; {HOW_TO_PLAN_THIS_MACHINE}")
-    if kind.family == "gpu":
-        _read_gpu_share()
     if not colon:
         return Devices(kind, (1,) * kind.dims)
     form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
     if re.fullmatch(r"x".join([r"[1-9]\d{0,3}"] * kind.dims), topology) is None:
         raise DeviceError(f"{topology!r} must be {form}, for example {name}:{example}")
     return Devices(kind, tuple(map(int, topology.split("x"))))
-
-
-def _read_gpu_share() -> float:
-    """Return the share of a GPU's memory that JAX takes with this process's environment. Raises DeviceError."""
-    text = os.environ.get(_SHARE_VARIABLE) or str(GPU_SHARE)
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise DeviceError(f"{_SHARE_VARIABLE} is {text!r} but must be a number above 0 and at most 1")
-    return share
 
 
 _FORMS = {2: ("a topology of two sizes", "2x4"), 3: ("a topology of three sizes", "2x2x1")}

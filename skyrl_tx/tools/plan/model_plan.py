@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.gpu_memory import GPU_SHARE
 from skyrl_tx.backends.jax.kernel_choice import pad_cached_dims
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, make_abstract_layout, plan_start
@@ -18,7 +19,7 @@ from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_byt
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.flops import count_frozen_macs
 from skyrl_tx.process.units import format_bytes
-from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
+from skyrl_tx.tools.plan.hardware import MEASURED, Devices
 from skyrl_tx.tools.plan.meshes import (
     WEIGHT_SHARE,
     Candidate,
@@ -228,6 +229,19 @@ def _make_rate(work: str, bound: RooflineBound, devices: Devices, detail: str) -
     return Rate(work, int(bound.tokens_per_s), bound.bottleneck, detail, expected)
 
 
+def _suggest_rank(model_plan: ModelPlan, config: JaxConfig) -> str:
+    """Say which lower --rank would fit, as the end of a sentence. Empty if none would.
+
+    KV cache and micro-batches are already as small as one model in training needs.
+    """
+    plan, missing = model_plan.plan, model_plan.used_bytes - model_plan.devices.limit_bytes
+    ranks = [rank for rank in (32, 16, 8) if rank < config.max_lora_rank]
+    for rank in ranks:
+        if plan.max_models * plan.model_bytes * (1 - rank / config.max_lora_rank) >= missing:
+            return f"; it fits with --rank {rank} instead of {config.max_lora_rank}"
+    return ""
+
+
 def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
     plan, devices, kind = model_plan.plan, model_plan.devices, model_plan.devices.kind
 
@@ -236,8 +250,8 @@ def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
         needed = -(-plan.weight_bytes * devices.number // int(WEIGHT_SHARE * devices.limit_bytes))
         yield (
             f"the model does not fit: it needs {format_bytes(model_plan.used_bytes)} on each device, and "
-            f"{format_bytes(devices.limit_bytes)} are usable. Use more devices (the weights need at least {needed}) or "
-            "lower --context, --adapters or --rank"
+            f"{format_bytes(devices.limit_bytes)} are usable{_suggest_rank(model_plan, config)}. Use more devices (the "
+            f"weights need at least {needed})"
         )
     if devices.number > kind.per_host:
         yield f"{devices} needs more than one host of up to {kind.per_host} devices; set --hosts.size"
@@ -265,8 +279,8 @@ def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
         yield f"micro-batches of {MIN_TOKENS} tokens on each device are too small to keep it busy"
     if plan.dtype != "bfloat16":
         yield f"the rates are for products in bfloat16; in {plan.dtype} they are lower"
-    if kind.family == "gpu" and devices.limit_bytes < kind.memory_bytes * (GPU_SHARE + 0.1):
+    if kind.family == "gpu" and devices.gpu_share < GPU_SHARE:
         yield (
             f"JAX takes {format_bytes(devices.limit_bytes)} of the {format_bytes(kind.memory_bytes)} of each GPU; set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION to use more"
+            f"--backend-config.gpu-memory-share {GPU_SHARE} to use more"
         )
