@@ -60,6 +60,7 @@ from skyrl_tx.backends.jax.train.training_state import (
     pad_rank,
     put_on_devices,
 )
+from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -139,8 +140,9 @@ class JaxBackend(AbstractBackend):
             config, layout = self._choose_devices()
             self._read_model_config(config, layout)
             self._load_weights(config, layout)
-        self._start_sampling(config, layout)
-        self._plan_training(config)
+        costs = estimate_training_costs(self._training_params, self._model)
+        self._start_sampling(config, layout, costs)
+        self._plan_training(config, costs)
         self.check_devices()  # compile its program now: it could not be compiled after a device is lost
         self._is_started = True
         capabilities = self._make_capabilities(config)
@@ -206,7 +208,6 @@ class JaxBackend(AbstractBackend):
         self._directory = hf.resolve_model(self._base_model, with_weights=config.load_format == "auto")
         self._family, model = models.read_model(self._directory)
         self._model = pad_cached_dims(replace(model, expert_lora=config.expert_lora), platform)
-
         self._dtype = mesh.choose_dtype(config, layout)
         self._kernels = choose_kernels(config, platform, self._dtype)
         for line in explain_kernels(self._kernels, self._model):
@@ -237,16 +238,15 @@ class JaxBackend(AbstractBackend):
         self._placement = mesh.make_adapter_placement(layout, self._model)
         self._format = models.make_adapter_format(self._model, self._family.weights, self._base_model)
 
-    def _start_sampling(self, config: JaxConfig, layout: Layout) -> None:
+    def _start_sampling(self, config: JaxConfig, layout: Layout, costs: TrainingCosts | None) -> None:
         """Allocate sampler pool, KV cache and batch slots."""
         is_cpu = mesh.get_platform(layout) == "cpu"  # its cores are needed to compute
-        programs = ModelRunner(self._params, self._model, config, None if is_cpu else self._compiler)
+        programs = ModelRunner(self._params, self._model, config, None if is_cpu else self._compiler, costs)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
 
-    def _plan_training(self, config: JaxConfig) -> None:
+    def _plan_training(self, config: JaxConfig, costs: TrainingCosts | None) -> None:
         """Choose micro-batches, longest example and number of models for the free memory."""
-        costs = estimate_training_costs(self._training_params, self._model)
         self._memory = ActiveMemoryPlan(plan_training_memory(config, self._training_params, self._model, costs))
         self._max_training_length = find_longest_example(
             config, self._training_params, self._model, costs, self._memory.plan

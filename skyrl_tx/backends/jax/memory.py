@@ -1,7 +1,8 @@
 """Plan device memory: micro-batches, KV cache, sampler pool, and models in training.
 
 The backend allocates in this order: weights, sampler pool, KV cache. Then it plans micro-batches
-and models in training for the memory that is left.
+and models in training for the memory that is left. The KV cache leaves as much memory as training
+needs to keep the devices busy, see `_count_training_bytes`.
 
 Devices such as CPUs do not report their memory. For these, fixed defaults apply, within the share
 of host memory that `host_memory.get_planned_bytes` returns. That share does not depend on how much
@@ -20,7 +21,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import agree_on_minimum, list_local_devices
 from skyrl_tx.backends.jax.host_memory import format_gib, get_planned_bytes
 from skyrl_tx.backends.jax.memory_plan import MemoryPlan
-from skyrl_tx.backends.jax.mesh import count_replicas
+from skyrl_tx.backends.jax.mesh import count_replicas, make_training_layout
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes, estimate_costs
@@ -31,7 +32,7 @@ from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.process.memory import get_memory_limit
 
-TRAINING_SHARE = 0.5
+TRAINING_SHARE = 0.55
 """Share of the memory left by weights and KV cache that a micro-batch may take.
 The rest is for models."""
 ROW_SHARE = 0.9
@@ -39,8 +40,9 @@ ROW_SHARE = 0.9
 A long example has more tokens than a micro-batch."""
 HOST_SHARE = 0.5
 """Share of host memory that the offloaded inputs of layers may take for one example."""
-SAMPLE_SHARE = 0.5
-"""Share of the memory left by weights and sampler pool that the KV cache may take."""
+SAMPLE_SHARE, MAX_SAMPLE_SHARE = 0.5, 0.6
+"""Share of the memory left by weights and sampler pool for the KV cache, and the largest share.
+It may be smaller if a micro-batch without rematerialization then fits."""
 POOL_SHARE = 0.05
 """Share of the memory left by weights for the sampler pool at the start.
 The pool grows when more samplers are used."""
@@ -51,8 +53,7 @@ MIN_ADAPTER_SLOTS = 4
 """Minimum number of adapter slots for sampling at the start, including the slot of the base model.
 """
 MAX_MODELS = 64
-"""Maximum number of models in training at the same time, unless configured.
-Teams seldom train more."""
+"""Maximum number of models in training at the same time, unless configured."""
 DEFAULT_MICRO_BATCH_TOKENS = 1024
 """Tokens of a micro-batch on devices that do not report their memory."""
 DEFAULT_SAMPLE_TOKENS = 65536
@@ -60,12 +61,11 @@ DEFAULT_SAMPLE_TOKENS = 65536
 DEFAULT_SLOTS = (256, 128, 64, 32)
 """Choices for the number of samples at the same time, for each copy of the weights.
 
-Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample: a larger
-batch costs little time there, because a decode step reads the weights once for all samples. CPUs
-use the last choice, because they are limited by arithmetic.
+Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample, because a
+decode step reads the weights once for all samples. CPUs use the last choice, because they are
+limited by arithmetic.
 """
 SLOT_TOKENS = 512
-"""Tokens of KV cache for each sample that are enough to choose a number of samples."""
 MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds for the tokens of a micro-batch on each device."""
 SUFFICIENT_TOKENS = 4096
@@ -200,18 +200,19 @@ def choose_training_plan(
     device. A long row may use the memory that such a model leaves.
     """
     num_shards = count_shards(layout)
-    plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
+    size = min(TRAINING_SHARE * free, ROW_SHARE * (free - model_bytes))
+    plan = choose_memory_plan(size, costs, config, num_shards=num_shards)
     return add_long_row_policies(plan, free - model_bytes, costs, config, num_shards=num_shards)
 
 
-def choose_memory_plan(free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
-    """Choose micro-batch size and rematerialization for `free` bytes on each device.
+def choose_memory_plan(size: float, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
+    """Choose rematerialization, and a micro-batch that takes at most `size` bytes on each device.
 
     `num_shards` is the number of devices that share the tokens of a micro-batch.
     """
 
     def count_tokens(remat: RematPolicy) -> int:
-        fitting = costs.count_fitting_tokens(TRAINING_SHARE * free, remat=remat)
+        fitting = costs.count_fitting_tokens(size, remat=remat)
         return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
 
     remat = bool(config.offload or config.remat)
@@ -264,11 +265,34 @@ def get_free_bytes(params: models.DecoderParams) -> int | None:
     return None if free is None else agree_on_minimum(free)
 
 
-def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
+def _count_training_bytes(
+    free: int, slots_bytes: int, model_bytes: int, costs: TrainingCosts, config: JaxConfig, layout: Layout
+) -> int:
+    """Return how many of `free` bytes on each device the KV cache leaves to training.
+
+    This is enough for a micro-batch of 4,096 to 16,384 tokens without rematerialization, the
+    largest that leaves `slots_bytes` to the cache, and always for one model and the smallest
+    micro-batch. `layout` is the layout of training.
+    """
+    sizes = MAX_TOKENS, MAX_TOKENS // 2, SUFFICIENT_TOKENS
+    if config.micro_batch_tokens:
+        sizes = (-(-config.micro_batch_tokens // count_shards(layout)),)
+    policy = RematPolicy.FULL if config.remat or config.offload else RematPolicy.SAVE_MATMULS
+    needed = (costs.count_micro_batch_bytes(size, remat=policy) / TRAINING_SHARE for size in sizes)
+    share = (1 - SAMPLE_SHARE) * free
+    wanted = next((size for size in needed if size <= max(share, free - slots_bytes)), share)
+
+    smallest = costs.count_micro_batch_bytes(MIN_TOKENS, remat=RematPolicy.FULL)
+    return int(max(wanted, (1 - MAX_SAMPLE_SHARE) * free, smallest / ROW_SHARE + model_bytes))
+
+
+def plan_sample_memory(
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: TrainingCosts | None = None
+) -> SampleMemory:
     """Choose the size of the KV cache, and log it. Configured values take precedence.
 
-    Call this when the weights are on the device. The cache never has more pages than all slots
-    together can use.
+    Call this when the weights are on the device, with `costs` from `estimate_training_costs`. The
+    cache never has more pages than all slots together can use.
     """
     layout, dtype = params.layout, params.embed.dtype
     num_shards = layout.num_shards("batch")
@@ -284,11 +308,18 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
         cache_bytes = CacheBytes.from_model(model, layout, dtype.itemsize)
         max_tokens = sys.maxsize
         slot_choices = tuple(num_slots * count_replicas(layout) for num_slots in DEFAULT_SLOTS)
-    fitting = int(SAMPLE_SHARE * max(free, 0)) // cache_bytes.position * num_memories
-
-    # Choose the number of slots: the first with enough tokens for each, or the last.
     if config.sample_slots is not None:
         slot_choices = (config.sample_slots,)
+
+    # Leave memory to training.
+    size = SAMPLE_SHARE * free
+    if costs is not None:
+        slots_bytes = slot_choices[0] * SLOT_TOKENS * 5 // 4 // num_shards * cache_bytes.position  # a quarter: prefixes
+        model_bytes, in_training = count_model_bytes(config, params, model), make_training_layout(layout)
+        size = free - _count_training_bytes(free, slots_bytes, model_bytes, costs, config, in_training)
+    fitting = int(max(size, 0)) // cache_bytes.position * num_memories
+
+    # Choose the number of slots: the first with enough tokens for each, or the last.
     candidates = (
         _find_largest_sample_memory(num_slots, fitting, max_tokens, config, model, cache_bytes, num_shards)
         for num_slots in slot_choices

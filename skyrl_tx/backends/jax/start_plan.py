@@ -160,9 +160,15 @@ def plan_start(
     num_slots = choose_adapter_slots(config, params, model)
     pool_bytes = num_slots * count_adapter_bytes(model, LOWEST_RANK, get_memory_layout(params))
 
+    # Costs of training: the KV cache leaves memory for them
+    in_training, costs = mesh.make_training_layout(layout), None
+    if free is not None:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        costs = estimate_costs(replace(shapes, layout=in_training), model, platform)
+
     # KV cache
     params = make_params(weight_bytes + pool_bytes)
-    samples = plan_sample_memory(config, params, model)
+    samples = plan_sample_memory(config, params, model, costs)
     cache = CacheBytes.from_model(model, get_memory_layout(params), dtype.itemsize)
     kv_bytes = cache.count(samples) // layout.num_shards("batch")
 
@@ -178,13 +184,11 @@ def plan_start(
     # Training
     params = make_params(weight_bytes + pool_bytes + kv_bytes)
     model_bytes = count_model_bytes(config, params, model)
-    costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
-    if (left := get_free_bytes(params)) is None:
+    pass_bytes, longest, offloaded_bytes = 0, None, 0
+    left = get_free_bytes(params)
+    if left is None or costs is None:
         passes = make_default_memory_plan(config)
     else:
-        in_training = mesh.make_training_layout(layout)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        costs = estimate_costs(replace(shapes, layout=in_training), model, platform)
         passes = choose_training_plan(left, model_bytes, costs, config, in_training)
         tokens = -(-passes.micro_batch_tokens // count_shards(in_training))
         pass_bytes = costs.count_micro_batch_bytes(tokens, remat=passes.get_remat_policy(tokens))

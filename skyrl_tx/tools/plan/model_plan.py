@@ -92,8 +92,8 @@ class ModelPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether all items together fit on each device."""
-        return self.used_bytes <= self.devices.limit_bytes
+        """Whether all items together fit on each device, with a page of KV cache or more."""
+        return self.used_bytes <= self.devices.limit_bytes and self.plan.samples.tokens >= self.plan.samples.page
 
 
 def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_given: bool) -> ModelPlan:
@@ -249,7 +249,8 @@ def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
     if not model_plan.fits:
         needed = -(-plan.weight_bytes * devices.number // int(WEIGHT_SHARE * devices.limit_bytes))
         yield (
-            f"the model does not fit: it needs {format_bytes(model_plan.used_bytes)} on each device, and "
+            f"the model does not fit: it needs {format_bytes(model_plan.used_bytes)} on each device"
+            f"{'' if model_plan.used_bytes > devices.limit_bytes else ' without a KV cache'}, and "
             f"{format_bytes(devices.limit_bytes)} are usable{_suggest_rank(model_plan, config)}. Use more devices (the "
             f"weights need at least {needed})"
         )

@@ -39,6 +39,7 @@ from skyrl_tx.backends.jax.shapes import (
     make_tiles,
     next_power_of_two,
 )
+from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
@@ -79,8 +80,12 @@ class ModelRunner:
         model: ModelConfig,
         config: JaxConfig,
         compiler: Compiler[Hashable] | None = None,
+        costs: TrainingCosts | None = None,
     ) -> None:
-        """With a compiler, `precompile` compiles the programs of a request in parallel."""
+        """Allocate the sampler pool. The KV cache leaves memory for training with these `costs`.
+
+        With a compiler, `precompile` compiles the programs of a request in parallel.
+        """
         self._compiler = compiler
         self._platform = next(iter(params.embed.devices())).platform
         self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
@@ -89,7 +94,7 @@ class ModelRunner:
         num_slots = choose_adapter_slots(config, params, model)
         self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_slots)
         """The adapters of the samplers."""
-        self.memory = plan_sample_memory(config, params, model)
+        self.memory = plan_sample_memory(config, params, model, costs)
         """The memory for keys and values of prompts and samples."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"

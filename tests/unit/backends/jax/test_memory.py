@@ -55,18 +55,37 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 
 
 @pytest.mark.parametrize(
-    ("free_mib", "settings", "expected"),
+    ("size_mib", "settings", "expected"),
     [
-        (20_000, {}, MemoryPlan(8192, remat=False)),
-        (80_000, {}, MemoryPlan(16384, remat=False)),  # larger batches are not faster
-        (4_000, {}, MemoryPlan(8192, remat=True)),  # 1,024 would fit without remat
-        (10, {}, MemoryPlan(256, remat=True)),
-        (4_000, {"remat": False}, MemoryPlan(1024, remat=False)),
-        (20_000, {"micro_batch_tokens": 100}, MemoryPlan(100, remat=False)),
+        (10_000, {}, MemoryPlan(8192, remat=False)),
+        (40_000, {}, MemoryPlan(16384, remat=False)),  # larger batches are not faster
+        (2_000, {}, MemoryPlan(8192, remat=True)),  # 1,024 would fit without remat
+        (5, {}, MemoryPlan(256, remat=True)),
+        (2_000, {"remat": False}, MemoryPlan(1024, remat=False)),
+        (10_000, {"micro_batch_tokens": 100}, MemoryPlan(100, remat=False)),
     ],
 )
-def test_the_plan_depends_on_memory_and_configured_values_take_precedence(free_mib, settings, expected):
-    assert choose_memory_plan(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
+def test_the_plan_depends_on_memory_and_configured_values_take_precedence(size_mib, settings, expected):
+    assert choose_memory_plan(size_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "slots_mib", "settings", "expected_mib"),
+    [
+        (60_000, 5_000, {}, 16_484 / 0.55),
+        (40_000, 5_000, {}, 16_484 / 0.55),
+        (30_000, 5_000, {}, 8_292 / 0.55),  # a larger micro-batch would leave too little for the slots
+        (10_000, 9_000, {}, 5_000),  # layers are rematerialized
+        (100_000, 5_000, {}, 40_000),
+        (100_000, 5_000, {"micro_batch_tokens": 32_668}, 32_768 / 0.55),
+        (2_000, 1_000, {}, (100 + 256 / 8) / 0.9 + 1_500),  # one model and the smallest micro-batch
+    ],
+)
+def test_the_cache_leaves_memory_for_large_micro_batches(free_mib, slots_mib, settings, expected_mib):
+    found = memory._count_training_bytes(
+        free_mib * MIB, slots_mib * MIB, 1_500 * MIB, COSTS, JaxConfig(**settings), UNSHARDED
+    )
+    assert found / MIB == pytest.approx(expected_mib)
 
 
 LONG_ROWS = [
@@ -84,7 +103,7 @@ LONG_ROWS = [
 @pytest.mark.parametrize(("settings", "above", "policies"), LONG_ROWS)
 def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, above, policies):
     config = JaxConfig(**settings)
-    plan = choose_memory_plan(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = choose_memory_plan(5_000 * MIB, COSTS, config, num_shards=1)
     plan = add_long_row_policies(plan, 8_900 * MIB, COSTS, config, num_shards=1)
     assert (plan.remat_above, plan.offload_above) == above
     assert {tokens: plan.get_remat_policy(tokens).name for tokens in policies} == policies
@@ -101,7 +120,7 @@ def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, abov
 )
 def test_the_longest_row_takes_the_least_memory_that_settings_allow(settings, host_mib, tokens):
     config = JaxConfig(**settings)
-    plan = choose_memory_plan(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = choose_memory_plan(5_000 * MIB, COSTS, config, num_shards=1)
     plan = add_long_row_policies(plan, 8_900 * MIB, COSTS, config, num_shards=1)
     host_bytes = None if host_mib is None else host_mib * MIB
     assert find_longest_row(8_900 * MIB, COSTS, plan, UNSHARDED, host_bytes) == pytest.approx(tokens, rel=1e-3)
@@ -129,7 +148,7 @@ def test_offloading_needs_rematerialization():
 
 
 def test_every_shard_of_the_batch_has_as_many_tokens():
-    assert choose_memory_plan(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
+    assert choose_memory_plan(10_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
 
 
 def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.tools.cli import main
-from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
+from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 GIB = 2**30
@@ -84,6 +84,34 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
+QWEN3_32B = {
+    **QWEN3_8B,
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "micro_batch_tokens", "kv_tokens", "is_rematerialized"),
+    [
+        (QWEN3_4B, "h200", 16384, 131_072, False),
+        (QWEN3_8B, "h200", 8192, 262_144, False),
+        pytest.param(QWEN3_32B, "v5e:2x4", 512, 65_536, True, marks=pytest.mark.slow),
+    ],
+    ids=["4B", "8B", "32B"],
+)
+def test_micro_batches_and_cache_share_the_memory(
+    tmp_path: Path, capsys, config, device, micro_batch_tokens, kv_tokens, is_rematerialized
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, found = as_json(capsys, "--base-model", str(tmp_path), "--device", device)
+    limits = found["limits"]
+    assert status == 0 and limits["micro_batch_tokens"] == micro_batch_tokens
+    assert limits["kv_tokens"] >= kv_tokens and limits["is_rematerialized"] is is_rematerialized
+
+
 @pytest.mark.parametrize(("device", "shares"), [("h200", (0.50, 0.54)), ("h200:2", None), ("l4", None)])
 def test_what_one_device_reaches_of_the_bound_is_expected_where_it_was_measured(
     capsys: pytest.CaptureFixture[str], device: str, shares: tuple[float, float] | None
@@ -136,9 +164,9 @@ LONG_FLAGS = ("--rank", "8", "--backend-config.sample-slots", "32")
 @pytest.mark.parametrize(
     ("flags", "chosen", "longest", "said"),
     [
-        (("--context", "30000"), {"cp": 2}, {"tp": 2}, "so mesh fsdp=1,tp=1,ep=1,cp=2 was chosen, which fits it"),
+        (("--context", "42000"), {"cp": 2}, {"tp": 2}, "so mesh fsdp=1,tp=1,ep=1,cp=2 was chosen, which fits it"),
         pytest.param(
-            ("--context", "30000", "--mesh", "tp=2"),
+            ("--context", "42000", "--mesh", "tp=2"),
             {"tp": 2},
             {"tp": 2},
             "It fits with --mesh fsdp=1,tp=1,ep=1,cp=2",
@@ -147,7 +175,7 @@ LONG_FLAGS = ("--rank", "8", "--backend-config.sample-slots", "32")
         pytest.param(
             ("--context", "65536"), {"tp": 2}, {"tp": 2}, "no mesh of v5e:1x2 fits it", marks=pytest.mark.slow
         ),
-        pytest.param(("--context", "30000", "--mesh", "cp=2"), {"cp": 2}, None, "", marks=pytest.mark.slow),
+        pytest.param(("--context", "42000", "--mesh", "cp=2"), {"cp": 2}, None, "", marks=pytest.mark.slow),
     ],
 )
 def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
@@ -164,7 +192,7 @@ def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
     assert found["mesh"] == ones | chosen
     text, rows = "\n".join(found["warnings"]), found["long_rows"]
     if longest is None:
-        assert rows is None and "training row" not in text and found["limits"]["row_tokens"] >= 30000
+        assert rows is None and "training row" not in text and found["limits"]["row_tokens"] >= 42000
     else:
         assert rows["mesh"] == ones | longest and rows["longest"] < rows["tokens"] == int(flags[1])
         assert said in text
