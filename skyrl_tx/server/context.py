@@ -23,7 +23,14 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.extension import ServerExtension
 from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyLimits, read_body
 from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
-from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey, read_credential
+from skyrl_tx.server.identity.authentication import (
+    Authenticator,
+    Caller,
+    Principal,
+    SigningKey,
+    authenticate_request,
+    read_credential,
+)
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
@@ -151,9 +158,9 @@ async def get_context(request: Request) -> ApiContext:
     return cast(ApiContext, request.app.state.context)
 
 
-async def read_poll(request: Request, caller: Caller) -> ApiCall:
+async def read_poll(request: Request, limits: BodyLimits = POLL_LIMITS) -> ApiCall:
     """Receive a long poll. Unlike other requests, it never waits for memory or for a thread."""
-    return await _read_call(request, caller, POLL_LIMITS)
+    return await _read_call(request, await authenticate_request(request), limits)
 
 
 async def read_control(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
@@ -248,7 +255,6 @@ Incoming = Annotated[ApiCall, Depends(read_control, scope="function")]
 IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("heavy_calls")), scope="function")]
 IncomingFiles = Annotated[ApiCall, Depends(_make_reader(attrgetter("weight_files")), scope="function")]
 IncomingData = Annotated[ApiCall, Depends(read_data, scope="function")]
-IncomingPoll = Annotated[ApiCall, Depends(read_poll)]
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -148,5 +148,11 @@ def test_poll_for_many_times_out_and_reports_an_unknown_session(server: Server) 
         answer = server.post("retrieve_futures", target=target, prev_cursor=3, timeout=timeout)
         assert answer.json() == {"completions": [], "cursor": 3}
         assert time.monotonic() - started >= least_s
+
+    # After a burst, the SDK names every result that it has fetched since its last poll.
+    fetched = [f"req-{number:040d}" for number in range(10_000)]
+    answer = server.post("retrieve_futures", target=target, timeout=0, retrieved_request_ids=fetched)
+    assert answer.json() == {"completions": [], "cursor": 0}
+
     unknown = server.post("retrieve_futures", target={"sampling_session_id": "unknown:sample:0"})
     assert unknown.status_code == 404 and "unknown:sample:0" in unknown.json()["detail"]

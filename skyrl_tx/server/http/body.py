@@ -64,6 +64,8 @@ CONTROL_LIMITS = BodyLimits(max_bytes=2**20, max_parts=2**14)
 """Limits for all requests except training passes, sample requests, polls and logged metrics."""
 POLL_LIMITS = BodyLimits(max_bytes=2**13, max_parts=2**10)
 """Limits for a long poll of one result. The server may hold thousands of them at the same time."""
+COMPLETIONS_POLL_LIMITS = BodyLimits(max_bytes=2**20, max_parts=2**14)
+"""Limits for a long poll of many results, which names each result that the client has fetched."""
 LOG_LIMITS = BodyLimits(max_bytes=2**24, max_parts=2**19)
 """Limits for logged metrics: a client may send all points of a server outage in one body."""
 

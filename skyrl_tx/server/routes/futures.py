@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
@@ -14,12 +15,12 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.server.context import ApiCall, Incoming, IncomingPoll, read_poll
+from skyrl_tx.server.context import ApiCall, Incoming, read_poll
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
+from skyrl_tx.server.http.body import COMPLETIONS_POLL_LIMITS
 from skyrl_tx.server.http.long_poll import wait_for
 from skyrl_tx.server.http.responses import LargeResponse, estimate_response_bytes, make_result_response
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.schemas.base import describe_body
 from skyrl_tx.server.shares import SMALL_BYTES
@@ -41,7 +42,7 @@ async def retrieve_future(request: Request) -> Response:
     The body of a 408 contains the state of the queue and, if there is one, the reason why the
     request is waiting.
     """
-    call = await read_poll(request, await authenticate_request(request))
+    call = await read_poll(request)
     poll = call.body.parse_model(schemas.RetrieveFutureRequest)
     request_id = RequestId(poll.request_id)
     max_bytes = call.settings.large_result_bytes if poll.allow_metadata_only else None
@@ -86,9 +87,13 @@ async def retrieve_future(request: Request) -> Response:
 @router.post(
     "/retrieve_futures", response_model_exclude_none=True, openapi_extra=describe_body(schemas.RetrieveFuturesRequest)
 )
-async def retrieve_futures(call: IncomingPoll) -> schemas.RetrieveFuturesResponse:
+async def retrieve_futures(request: Request) -> schemas.RetrieveFuturesResponse:
     """List the sample requests of one client that completed after a cursor, by long poll."""
+    call = await read_poll(request, COMPLETIONS_POLL_LIMITS)
     poll = call.body.parse_model(schemas.RetrieveFuturesRequest)
+    # Free the ids of fetched results, because the poll may last for half a minute.
+    poll.retrieved_request_ids.clear()
+    call = replace(call, body=replace(call.body, raw=b""))
     session_id = SamplingSessionId(poll.target.sampling_session_id)
     hold_s = call.settings.retrieve_hold_s
     end = time.monotonic() + min(hold_s if poll.timeout is None else max(poll.timeout, 0.0), hold_s)
