@@ -61,10 +61,7 @@ _STOP_S = 30.0
 _GRACE_S = 2
 """Seconds for open calls to get their response when the API stops."""
 _MAX_STARTS = 5
-"""Number of starts in a row without progress after which the server gives up.
-
-The waits between these starts take less than four seconds in total.
-"""
+"""Starts in a row without progress before the server gives up. They take less than four seconds."""
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _FULL_COLLECTION_AFTER = 1_000
@@ -221,8 +218,8 @@ def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[
         raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
     if not settings.has_remote_engines:
         shares = assign_devices(settings.engines, os.environ, Path("/dev"))
-        memory_share = {ENGINES_ON_HOST: str(settings.engines)}
-        yield [partial(EngineProcess, replace(launch, environment={**share, **memory_share})) for share in shares]
+        shares = [{**share, ENGINES_ON_HOST: str(settings.engines)} for share in shares]
+        yield [partial(EngineProcess, replace(launch, environment=share)) for share in shares]
         return
     start_engines = find_launcher(settings.launcher).load()
     with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
