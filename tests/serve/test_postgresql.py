@@ -83,7 +83,7 @@ def check_shared_data(first: LiveServer, second: LiveServer) -> None:
     answers = [call(url, "retrieve_future", request_id=sent[0]["request_id"]) for url in (second.url, first.url)]
     assert answers[0] == answers[1] and answers[0]["model_id"] == sent[0]["model_id"]
     zero = httpx.post(f"{first.url}/api/v1/create_session", json={"tags": [], "sdk_version": "\0"})
-    assert zero.status_code == 400 and "NUL" in zero.json()["detail"]
+    assert zero.status_code == 400 and "U+0000" in zero.json()["detail"]
     listed = [httpx.get(f"{url}/api/v1/training_runs").json() for url in (first.url, second.url)]
     assert listed[0] == listed[1] and len(listed[0]["training_runs"]) == 3
 
