@@ -6,10 +6,11 @@ the fault. Without these checks, clients would get wrong numbers or results that
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import ServerError
@@ -64,9 +65,10 @@ def check_deltas(num_deltas: int, num_samples: int) -> None:
         raise _report(f"step_sample returned no delta, although {num_samples} samples are running")
 
 
-def _check_float32(name: str, array: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(array, np.ndarray):
-        raise _report(f"{name} are of type {type(array).__name__}, and must be a NumPy array")
+def _check_float32(name: str, value: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, np.ndarray):
+        raise _report(f"{name} are of type {type(value).__name__}, and must be a NumPy array")
+    array = cast(NumberArray, value)
     if array.dtype != np.float32 or array.shape != shape:
         raise _report(f"{name} are {array.dtype} of shape {array.shape}, and must be float32 of shape {shape}")
 
