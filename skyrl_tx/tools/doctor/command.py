@@ -27,6 +27,7 @@ _CHECKS: dict[str, Check] = {
     "disk": storage.check_data_dir,
     "cache": storage.check_compile_cache,
     "storage": storage.check_object_store,
+    "model": machine.check_model_name,
     "devices": machine.check_devices,
     "tokenizer": machine.check_text,
     "database": database.check_database,

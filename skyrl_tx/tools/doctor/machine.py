@@ -273,6 +273,12 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The flag that causes the problem, if a flag does."""
 
 
+def check_model_name(subject: ExaminedServer) -> Iterator[Finding]:
+    """Say which checks are skipped if no model is named."""
+    if not subject.settings.base_model:
+        yield ok("model", "model, memory, tokenizer and template were not checked: name --base-model")
+
+
 def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the driver, the devices that JAX finds, and the memory plan of the model on them."""
     settings = subject.settings
