@@ -1,6 +1,7 @@
 """`skyrl-tx quotas`: list, set and remove quotas and weights."""
 
 import argparse
+import sys
 import time
 from typing import get_args
 
@@ -8,10 +9,11 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.admission import read_quota_uses
-from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject, format_amount, parse_amount
+from skyrl_tx.apps.teams.quotas import ANY, DAY_LIMITS, LIMITS, WEIGHT, Subject, format_amount, parse_amount
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, get_os_user, open_database
-from skyrl_tx.store import audit
+from skyrl_tx.store import audit, keys
+from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import OverQuota
 
 _SUBJECT = (
@@ -96,8 +98,19 @@ def _put(arguments: argparse.Namespace, value: int | None) -> bool:
     over: OverQuota = "wait" if value is None else arguments.over
     quotas.check_quota(subject, limit, value, over)
     with open_database(arguments) as store:
+        if value is not None:
+            _check_subject(store, subject)
         return store.write(
             lambda tx: quotas.put(
                 tx, subject, limit, value, audit.OPERATOR, time.time(), over=over, os_user=get_os_user()
             )
         )
+
+
+def _check_subject(store: Store, subject: Subject) -> None:
+    """Raise CommandError if a subject is a key that does not exist. Print a note about an owner without keys."""
+    all_keys = store.read(keys.list_all)
+    if subject.kind == "key" and subject.name not in (ANY, *(str(row.key_id) for row in all_keys)):
+        raise CommandError(f"there is no key {subject.name}; `skyrl-tx keys list` shows all keys")
+    if subject.kind == "owner" and subject.name not in (ANY, *(row.owner for row in all_keys)):
+        print(f"note: {subject.name} has no API key; `skyrl-tx keys list` shows all owners", file=sys.stderr)

@@ -94,3 +94,11 @@ def test_wrong_arguments_are_named(
 ) -> None:
     assert reason in run(data_dir, capsys, "set", *arguments, status=1)
     assert run(data_dir, capsys, "list") == "no quotas\n"
+
+
+def test_a_key_that_does_not_exist_is_refused_and_an_owner_without_keys_noted(data_dir, capsys) -> None:
+    said = run(data_dir, capsys, "set", "key:99", "sample_tokens_per_day", "5", status=1)
+    assert "there is no key 99" in said
+    run(data_dir, capsys, "set", "key:*", "sample_tokens_per_day", "5")
+    main(["quotas", "set", "nosuch", "training_tokens_per_day", "5k", "--data-dir", str(data_dir)])
+    assert "note: nosuch has no API key" in capsys.readouterr().err
