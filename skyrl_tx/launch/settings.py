@@ -459,6 +459,12 @@ def describe_validation_error(error: ValidationError) -> str:
             case "value_error":
                 reason = detail["msg"].removeprefix("Value error, ")
                 lines.append(f"{flag}: {reason}" if detail["loc"] else reason)
+
+            # Text that is neither a number nor a number with a unit.
+            case "int_parsing" | "float_parsing" if flag.endswith("-bytes"):
+                lines.append(f"{flag} {detail['input']!r}: must be a size, for example 2000000, 64M or 64MiB")
+            case "int_parsing" | "float_parsing" if flag.endswith("-s"):
+                lines.append(f"{flag} {detail['input']!r}: must be seconds, or have a unit: 45s, 90m, 12h, 30d")
             case _:
                 lines.append(f"{flag} {detail['input']!r}: {detail['msg']}")
     return "\n".join(lines)

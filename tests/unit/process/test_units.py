@@ -1,7 +1,10 @@
 """Sizes and durations with units, and the settings that accept them."""
 
+import re
+
 import pytest
 
+from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.process.units import format_seconds, parse_bytes, parse_seconds
 from skyrl_tx.tools.serve import read_settings
 
@@ -53,3 +56,15 @@ def test_flags_variables_and_files_accept_units(tmp_path, monkeypatch) -> None:
     settings = read_settings("serve", [*flags, "--trash-retention-s", "30d", "--step-timeout-s", "90"])
     assert settings.max_request_bytes == 64 * 2**20 and settings.max_artifact_cache_bytes == 1_500_000_000
     assert settings.trash_retention_s == 30 * 86_400 and settings.step_timeout_s == 90
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--max-request-bytes", "64Q", "--max-request-bytes '64Q': must be a size, for example 2000000, 64M or 64MiB"),
+        ("--trash-retention-s", "3w", "--trash-retention-s '3w': must be seconds, or have a unit: 45s, 90m, 12h, 30d"),
+    ],
+)
+def test_other_units_are_refused_with_examples(flag: str, value: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        read_settings("serve", ["--base-model", "fake", "--backend", "fake", flag, value])
