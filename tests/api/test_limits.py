@@ -135,5 +135,5 @@ def test_a_full_database_is_logged_once(
     monkeypatch.setattr(server.store, "write", fail)
     for _ in range(3):
         answer = server.post("create_session", tags=[], sdk_version="0.38.0")
-        assert answer.status_code == 503 and "filled the disk" in answer.json()["detail"]
+        assert answer.status_code == 503 and "see the server's log" in answer.json()["detail"]
     assert len([record for record in caplog.records if "filled the disk" in record.getMessage()]) == 1

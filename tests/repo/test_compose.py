@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_tx.launch.settings import check_environment
 from tests.repo.test_dockerfile import get_arguments
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, read_project
+from tests.support.deployment_variables import check_variables
 
 FILE = DEPLOY / "compose.yaml"
 SERVERS = ("server", "server-gpu")
@@ -69,7 +69,7 @@ def test_our_containers_are_confined_and_keep_their_data(services: dict[str, Any
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["tmpfs"] == ["/tmp"]
     mounted = {volume.partition(":")[2] for volume in service["volumes"]}
     assert mounted == set(get_arguments("VOLUME")[0].split())
-    check_environment(service["environment"])
+    check_variables(service["environment"])
 
 
 def test_the_health_check_is_that_of_the_image(services: dict[str, Any]) -> None:

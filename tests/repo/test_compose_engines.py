@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.launch.settings import check_environment
 from skyrl_tx.tools.serve import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, ComposeRefused, read_file, read_project
+from tests.support.deployment_variables import check_variables
 
 FILES = ("compose.yaml", "compose.engines.yaml")
 PASSWORDS = {"POSTGRES_PASSWORD": "of-postgres", "MINIO_ROOT_PASSWORD": "of-minio"}
@@ -68,7 +68,7 @@ def test_our_containers_share_database_and_weights_and_are_confined(
 ) -> None:
     service = services[name]
     variables = {key: value for key, value in service["environment"].items() if value is not None}
-    check_environment(variables)
+    check_variables(variables)
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     program, *command = service["entrypoint"]

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from skyrl_tx import __version__
-from skyrl_tx.launch.settings import ServerSettings, check_environment
+from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.serve import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
+from tests.support.deployment_variables import check_variables
 from tests.support.helm import Helm
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "skyrl-tx"
@@ -152,7 +153,7 @@ def test_containers_are_confined_and_configured(
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
             variables = {variable["name"]: variable.get("value", "") for variable in container["env"]}
-            check_environment(variables)
+            check_variables(variables)
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)
         settings = read_settings("serve", ["--config", str(tmp_path / "config.yaml")])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.launch.settings import check_environment
 from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.serve import read_settings
+from tests.support.deployment_variables import check_variables
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "skyrl-tx.service"
@@ -55,7 +55,7 @@ def test_its_exposure_is_low(unit: Path) -> None:
 
 def test_it_runs_the_server_with_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = dict(value.split("=", 1) for value in read_values("Environment"))
-    check_environment(variables)
+    check_variables(variables)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (start,) = read_values("ExecStart")
