@@ -314,7 +314,9 @@ def plan_sample_memory(
     # Leave memory to training.
     size = SAMPLE_SHARE * free
     if costs is not None:
-        slots_bytes = slot_choices[0] * SLOT_TOKENS * 5 // 4 // num_shards * cache_bytes.position  # a quarter: prefixes
+        # For each slot: tokens, a quarter more for prefixes, a state, and its copy in a decode slice.
+        slot_tokens = SLOT_TOKENS * 5 // 4 + 2 * cache_bytes.state_tokens
+        slots_bytes = slot_choices[0] * slot_tokens // num_shards * cache_bytes.position
         model_bytes, in_training = count_model_bytes(config, params, model), make_training_layout(layout)
         size = free - _count_training_bytes(free, slots_bytes, model_bytes, costs, config, in_training)
     fitting = int(max(size, 0)) // cache_bytes.position * num_memories
