@@ -41,8 +41,10 @@ class ApiFlags(CommonSettings):
 
     Default: the model's own template.
     """
-    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
-    """Form in which the model writes tool calls; 'auto': by the chat template."""
+    tool_parser: Literal[
+        "auto", "deepseek", "glm", "harmony", "hermes", "kimi", "llama3", "mistral", "qwen3_coder", "none"
+    ] = "auto"
+    """Form in which the model writes reasoning and tool calls; 'auto': by the chat template."""
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
     """Maximum size in bytes of a training pass or sample request, before and after decompression.
 

@@ -83,7 +83,7 @@ def live_stack(
     failed_key_limit: int = 20,
     has_tokenizer: bool = False,
     max_streams: int = 64,
-    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto",
+    tool_parser: Literal["auto", "harmony", "hermes", "none"] = "auto",
     prices: Prices | None = None,
     artifacts: str | None = None,
     database_url: str | None = None,

@@ -7,12 +7,13 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
-from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, ToolCall
+from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
+from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
@@ -69,6 +70,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
+        marks=prompt.form.marks,
     )
 
     service.check_length(len(prompt.tokens), params.max_tokens)

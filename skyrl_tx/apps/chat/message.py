@@ -1,22 +1,17 @@
 """Parse sampled text into reasoning, content and tool calls, while it is being streamed.
 
-Reasoning is the text between `<think>` and `</think>`. Tool calls are recognized in the formats of
-Hermes and Qwen (`<tool_call>`), and of Llama 3 (JSON).
+A message consists of blocks between marks, for example `<think>` and `</think>`. Each family of
+models has its own marks. `FORMS` lists them.
 """
 
-import json
-import secrets
-from dataclasses import dataclass, field
-from typing import Literal, cast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
+from skyrl_tx.apps.chat import tool_calls
 from skyrl_tx.apps.chat.text import count_possible_start
-
-_THINK, _END_THINK = "<think>", "</think>"
-_CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_PYTHON_TAG = "<|python_tag|>"
-_MAX_DEPTH = 100
-"""How deep the lists and objects of a tool call may be nested."""
-ParserName = Literal["hermes", "llama3", "none"]
+from skyrl_tx.apps.chat.tool_calls import Reader, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,300 +22,317 @@ class TextPart:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call. `arguments` is a JSON object as text."""
-
-    name: str
-    arguments: str
-    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
-
 Part = TextPart | ToolCall
 
 
-def _read_content(text: str) -> list[Part]:
-    return [TextPart("content", text)] if text else []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of a message between two marks.
 
-
-def begins_inside(prompt: str) -> bool:
-    """Return whether the prompt ends with `<think>`, so that the sample begins with reasoning."""
-    return prompt.rstrip().endswith(_THINK)
-
-
-class ReasoningSplit:
-    """Separates reasoning from content in a text that arrives in parts.
-
-    Only the beginning of a text can be reasoning. White space around the reasoning is dropped.
+    A "call" is held back until it is complete. A "mark" has no content and is dropped.
     """
 
-    def __init__(self, *, inside: bool) -> None:
-        """`inside`: the prompt already has the opening tag, so the text begins with reasoning."""
-        self._state: Literal["before", "reasoning", "after", "content"] = "reasoning" if inside else "before"
-        self._held = ""
-        self._has_text = False
-
-    def feed(self, text: str) -> list[TextPart]:
-        """Add text and return the pieces that are now known to be reasoning or content."""
-        self._held += text
-        pieces: list[TextPart] = []
-        if self._state == "before":
-            self._open()
-        if self._state == "reasoning":
-            pieces += self._take_reasoning()
-        if self._state == "after" and (rest := self._held.lstrip()):
-            self._held, self._state = rest, "content"
-        if self._state == "content" and self._held:
-            pieces.append(TextPart("content", self._held))
-            self._held = ""
-        return pieces
-
-    def _open(self) -> None:
-        """Decide whether the text begins with reasoning, once the text is long enough to tell."""
-        start = self._held.lstrip()
-        if start.startswith(_THINK):
-            self._held, self._state = start[len(_THINK) :], "reasoning"
-        elif not _THINK.startswith(start):
-            self._state = "content"
-
-    def _take_reasoning(self) -> list[TextPart]:
-        end = self._held.find(_END_THINK)
-        if not self._has_text:
-            stripped = self._held.lstrip()
-            end, self._held = stripped.find(_END_THINK), stripped
-        if end >= 0:
-            text, self._held = self._held[:end].rstrip(), self._held[end + len(_END_THINK) :]
-            self._state = "after"
-        else:
-            keep = _count_held_back(self._held)
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self._has_text = self._has_text or bool(text)
-        return [TextPart("reasoning", text)] if text else []
-
-    def finish(self) -> list[TextPart]:
-        """Return the rest at the end of the text. An unfinished tag counts as text."""
-        text, self._held = self._held, ""
-        match self._state:
-            case "reasoning":
-                return [TextPart("reasoning", text)] if text.strip() else []
-            case "after":
-                return []
-            case _:
-                return [TextPart("content", text)] if text else []
+    kind: Literal["reasoning", "content", "call", "mark"]
+    start: str
+    ends: tuple[str, ...] = ()
+    """The first of these marks ends the block. A block without them ends with the message."""
+    read: Reader | None = None
+    """Reads the tool calls of a block of kind "call"."""
+    header: re.Pattern[str] | None = None
+    """Must match the text before `start`, if the form has headers."""
+    is_first: bool = False
+    """Only white space and other blocks can come before this block."""
+    keeps_end: bool = False
+    """The mark that ends the block also begins the next block."""
 
 
-def _count_held_back(text: str) -> int:
-    """Return how many characters at the end of `text` may belong to the closing tag.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a family of models writes a message."""
 
-    These are the beginning of a tag, for example "</th", and the white space before it.
+    blocks: tuple[Block, ...] = ()
+    clues: tuple[str, ...] = ()
+    """A chat template with one of these texts belongs to the family."""
+    inner_marks: tuple[str, ...] = ()
+    """Marks inside of blocks."""
+    has_headers: bool = False
+    """The text before a block is not content, but says what the block is."""
+
+    @property
+    def marks(self) -> set[str]:
+        """The texts that a parser needs to see even if they are special tokens."""
+        return {mark for block in self.blocks for mark in (block.start, *block.ends)} | set(self.inner_marks)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the form has tool calls."""
+        return any(block.kind == "call" for block in self.blocks)
+
+    def select(self, *, calls: bool, reasoning: bool) -> "Form":
+        """Return the form without tool calls, or without reasoning. Their text becomes content."""
+        left_out = {*(() if calls else ("call", "mark")), *(() if reasoning else ("reasoning",))}
+        blocks = tuple(block for block in self.blocks if block.kind not in left_out)
+        return Form(blocks, self.clues, self.inner_marks if calls or self.has_headers else (), self.has_headers)
+
+
+def _make_call(read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False) -> Block:
+    return Block(kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first)
+
+
+def _drop(mark: str) -> Block:
+    return Block(kind="mark", start=mark, ends=("",))
+
+
+_THOUGHTS = tuple(
+    Block(kind="reasoning", start=start, ends=(end,), is_first=True)
+    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+)
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_MESSAGE = "<|message|>"
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+FORMS: Mapping[str, Form] = {
+    # gpt-oss
+    "harmony": Form(
+        (
+            Block(
+                kind="call",
+                start=_MESSAGE,
+                ends=_HARMONY_ENDS,
+                read=tool_calls.read_harmony,
+                header=re.compile(r"to=functions\."),
+            ),
+            Block(kind="reasoning", start=_MESSAGE, ends=_HARMONY_ENDS, header=re.compile("analysis")),
+            Block(kind="content", start=_MESSAGE, ends=_HARMONY_ENDS),
+        ),
+        clues=("<|channel|>",),
+        inner_marks=("<|start|>", "<|channel|>", "<|constrain|>"),
+        has_headers=True,
+    ),
+    # DeepSeek V3, V3.1 and R1
+    "deepseek": Form(
+        (
+            *_THOUGHTS,
+            _make_call(tool_calls.read_deepseek, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            _drop("<｜tool▁calls▁begin｜>"),
+            _drop("<｜tool▁calls▁end｜>"),
+        ),
+        clues=("<｜tool▁call▁begin｜>",),
+        inner_marks=("<｜tool▁sep｜>",),
+    ),
+    # Kimi K2
+    "kimi": Form(
+        (
+            *_THOUGHTS,
+            _make_call(tool_calls.read_kimi, "<|tool_call_begin|>", "<|tool_call_end|>"),
+            _drop("<|tool_calls_section_begin|>"),
+            _drop("<|tool_calls_section_end|>"),
+        ),
+        clues=("<|tool_call_begin|>",),
+        inner_marks=("<|tool_call_argument_begin|>",),
+    ),
+    # Mistral, Magistral and Devstral
+    "mistral": Form(
+        (*_THOUGHTS, _make_call(tool_calls.read_mistral, "[TOOL_CALLS]", "[TOOL_CALLS]", keeps_end=True)),
+        clues=("[TOOL_CALLS]",),
+        inner_marks=("[ARGS]", "[CALL_ID]"),
+    ),
+    # Qwen3-Coder, Qwen3.5 and Nemotron 3
+    "qwen3_coder": Form(
+        (
+            *_THOUGHTS,
+            _make_call(tool_calls.read_xml, _CALL, _END_CALL),
+            # Qwen3-Coder sometimes forgets the first mark
+            _make_call(tool_calls.read_xml, "<function=", "</function>"),
+            _drop(_END_CALL),
+        ),
+        clues=("<function=",),
+    ),
+    # GLM-4.5 to 4.7
+    "glm": Form((*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL)), clues=("<arg_key>",)),
+    # Hermes, Qwen2.5 and Qwen3
+    "hermes": Form((*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), clues=(_CALL,)),
+    # Llama 3
+    "llama3": Form(
+        (
+            *_THOUGHTS,
+            _make_call(tool_calls.read_llama3, "<|python_tag|>", is_first=True),
+            _make_call(tool_calls.read_llama3, "{", is_first=True),
+        ),
+        clues=("<|python_tag|>", "ipython"),
+    ),
+    "none": Form(_THOUGHTS),
+}
+"""The forms by name. A chat template may have the clues of several forms; the first form is chosen."""
+
+
+def choose_form(template: str) -> str:
+    """Choose a form from the text of the model's chat template. Returns its name."""
+    return next((name for name, form in FORMS.items() if any(clue in template for clue in form.clues)), "none")
+
+
+def find_opening(form: Form, prompt: str) -> str:
+    """Return the end of a prompt if it opens a block, else "".
+
+    For example, a chat template may end the prompt with `<think>`.
     """
-    partial = count_possible_start(text, [_END_THINK])
-    before = text[: len(text) - partial]
-    return partial + len(before) - len(before.rstrip())
-
-
-def choose_parser(template: str) -> ParserName:
-    """Choose the parser for tool calls from the text of the model's chat template."""
-    if _CALL in template:
-        return "hermes"
-    return "llama3" if _PYTHON_TAG in template or "ipython" in template else "none"
-
-
-class HermesParser:
-    """Parses calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-
-    A malformed call is returned as text.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_inside = False
-        self._space = ""
-        """White space at the end of the text so far.
-
-        If a tool call follows, this white space is dropped. Otherwise it is part of the text.
-        """
-        self._has_calls = False
-
-    def feed(self, text: str) -> list[Part]:
-        """Add text and return the new parts in order."""
-        self._held += text
-        parts: list[Part] = []
-        while True:
-            # Inside a call: wait for its closing tag
-            if self._is_inside:
-                body, tag, rest = self._held.partition(_END_CALL)
-                if not tag:
-                    return parts
-                call = _read_call(body, "arguments")
-                self._held, self._is_inside = rest, False
-                if call is None:
-                    parts += self._release(f"{_CALL}{body}{_END_CALL}")
-                else:
-                    parts.append(call)
-                    self._space, self._has_calls = "", True
-
-            # Outside: release the text before the next call, except for a possible beginning of the
-            # tag
-            else:
-                before, tag, rest = self._held.partition(_CALL)
-                keep = 0 if tag else count_possible_start(self._held, [_CALL])
-                parts += self._release(before[: len(before) - keep])
-                if not tag:
-                    self._held = before[len(before) - keep :]
-                    return parts
-                self._held, self._is_inside = rest, True
-
-    def _release(self, text: str) -> list[Part]:
-        """Return text that is certainly not a call.
-
-        White space at the end of the text is held back until the next text. White space after a call
-        is dropped.
-        """
-        text = self._space + text
-        stripped = text.rstrip()
-        self._space = text[len(stripped) :]
-        if self._has_calls and stripped:
-            stripped = stripped.lstrip()
-        return _read_content(stripped)
-
-    def finish(self) -> list[Part]:
-        """Return the rest at the end of the text. An unfinished call counts as text."""
-        rest = (_CALL if self._is_inside else "") + self._held
-        # A call that lacks only its closing tag is complete
-        if self._is_inside and (call := _read_call(self._held, "arguments")) is not None:
-            return [call]
-        space = "" if self._has_calls and not rest.strip() else self._space
-        self._held, self._space = "", ""
-        return _read_content(space + rest)
-
-
-def _read_call(text: str, key: str) -> ToolCall | None:
-    """Parse a tool call.
-
-    Returns None if `text` is not a JSON object with a name and an object of arguments.
-    """
-    try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return _check_call(value, key)
-
-
-def _check_call(value: object, *keys: str) -> ToolCall | None:
-    """Return a tool call, or None for other values, and for arguments that responses cannot contain.
-
-    These are NaN, lone surrogates, and values that are nested deeper than JSON parsers accept.
-    """
-    if not isinstance(value, dict) or not _is_flat(value):
-        return None
-    call = cast(dict[str, object], value)
-    arguments = next((call[key] for key in keys if key in call), dict[str, object]())
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-        return None
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        f"{call['name']}{text}".encode()  # raises UnicodeEncodeError for a lone surrogate
-    except ValueError:
-        return None
-    return ToolCall(str(call["name"]), text)
-
-
-def _is_flat(value: object) -> bool:
-    """Return whether lists and objects are nested at most `_MAX_DEPTH` deep."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        objects = [part.values() for part in level if isinstance(part, dict)]
-        level = [inner for part in (*objects, *(part for part in level if isinstance(part, list))) for inner in part]
-    return not level
-
-
-class Llama3Parser:
-    """Parses calls of the form `{"name": …, "parameters": {…}}`.
-
-    Multiple calls are separated by semicolons.
-
-    The whole text is either calls or content, so a text that may be a call is held back until it
-    ends.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_text = False
-
-    def feed(self, text: str) -> list[Part]:
-        """Add text and return it, unless the text so far may be a call."""
-        if self._is_text:
-            return _read_content(text)
-        self._held += text
-        start = self._held.lstrip()
-        may_be_call = start.startswith(("{", _PYTHON_TAG)) or _PYTHON_TAG.startswith(start)
-        if may_be_call:
-            return []
-        self._is_text = True
-        released, self._held = self._held, ""
-        return _read_content(released)
-
-    def finish(self) -> list[Part]:
-        """Return the calls, or the text if it is not a sequence of calls."""
-        text, self._held = self._held, ""
-        calls = _read_llama_calls(text.strip().removeprefix(_PYTHON_TAG).strip())
-        return [*calls] if calls else _read_content(text)
-
-
-def _read_llama_calls(text: str) -> list[ToolCall]:
-    """Parse all calls in a text. Returns an empty list if the text has anything else in it."""
-    decoder, calls, position = json.JSONDecoder(), list[ToolCall](), 0
-    while position < len(text):
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            return []
-        call = _check_call(value, "parameters", "arguments")
-        if call is None:
-            return []
-        calls.append(call)
-        while position < len(text) and text[position] in "; \n\t\r":
-            position += 1
-    return calls
-
-
-_PARSERS: dict[ParserName, type[HermesParser] | type[Llama3Parser]] = {"hermes": HermesParser, "llama3": Llama3Parser}
+    if form.has_headers:
+        _, start, last = prompt.rpartition("<|start|>")
+        return last if start and _MESSAGE in last else ""
+    end = prompt.rstrip()
+    return next((block.start for block in form.blocks if block.kind == "reasoning" and end.endswith(block.start)), "")
 
 
 class MessageParser:
-    """Parses a message that arrives in parts."""
+    """Parses a message that arrives in parts.
 
-    def __init__(self, split: ReasoningSplit | None, tools: ParserName) -> None:
-        """With `split` None, reasoning is returned as content.
+    White space around reasoning and tool calls is dropped. A malformed or incomplete tool call is
+    returned as text.
+    """
 
-        With `tools` "none", so are tool calls.
-        """
-        self._split = split
-        self._tools = _PARSERS[tools]() if tools in _PARSERS else None
+    def __init__(self, form: Form, schemas: tool_calls.Schemas | None = None, *, opening: str = "") -> None:
+        """`opening` is the end of the prompt, if it belongs to the message."""
+        self._form = form
+        self._schemas = schemas or {}
+        self._starts = sorted({block.start for block in form.blocks if not block.is_first})
+
+        # The text that was read so far
+        self._held = ""
+        """Text that was not parsed yet."""
+        self._block: Block | None = None
+        """The block that is open, or None."""
+        self._opened_by = ""
+        """The header and the mark that opened the block. Empty once a part of its reasoning was returned."""
+
+        # The content that was returned so far
+        self._space = ""
+        """White space at the end of the content so far. It is dropped if a block follows."""
+        self._is_first = True
+        """There was no content so far."""
+        self._follows_block = False
+        """There was no content since the last block, or since the beginning of the open block."""
         self.has_calls = False
         """True once the message has a tool call."""
+
+        self.feed(opening)
+        self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
         """Add text and return the new parts in order.
 
         With `is_last`, return everything that was held back.
         """
-        if not text and not is_last:
-            return []
-
-        # Separate the reasoning
-        pieces = [TextPart("content", text)] if self._split is None and text else []
-        if self._split is not None:
-            pieces = self._split.feed(text) + (self._split.finish() if is_last else [])
-        if self._tools is None:
-            return [*pieces]
-
-        # Find tool calls in the content
+        self._held += text
         parts: list[Part] = []
-        for piece in pieces:
-            parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)
-        if is_last:
-            parts += self._tools.finish()
-        self.has_calls = self.has_calls or any(isinstance(part, ToolCall) for part in parts)
+        is_waiting = False
+        while not is_waiting:
+            block = self._block
+            parts += self._read_outside(is_last=is_last) if block is None else self._read_inside(block, is_last=is_last)
+            is_waiting = self._block is block
+
+        # The white space at the end
+        if is_last and not self._follows_block:
+            parts += _make_text("content", self._space)
+            self._space = ""
         return parts
+
+    def _read_outside(self, *, is_last: bool) -> list[Part]:
+        """Read up to the beginning of the next block."""
+        # A block that can only be the first. Wait while the text may be the beginning of one.
+        if self._is_first:
+            firsts = [block for block in self._form.blocks if block.is_first]
+            text = self._held.lstrip()
+            for block in firsts:
+                if text.startswith(block.start):
+                    self._open(block, block.start, text[len(block.start) :])
+                    return []
+            if not is_last and any(block.start.startswith(text) for block in firsts):
+                return []
+
+        # Any other block. Without one, return the text except for a possible beginning of a mark.
+        found = [(self._held.find(start), start) for start in self._starts if start in self._held]
+        if not found:
+            if self._form.has_headers and not (is_last and self._is_first):
+                return []
+            keep = 0 if is_last or not self._starts else count_possible_start(self._held, self._starts)
+            return self._release(self._take(len(self._held) - keep))
+
+        # Open the block
+        position, start = min(found)
+        before = self._take(position)
+        is_header = self._form.has_headers
+        blocks = [block for block in self._form.blocks if block.start == start]
+        block = next(block for block in blocks if block.header is None or block.header.search(before))
+        parts = [] if is_header else self._release(before)
+        self._open(block, before + start if is_header else start, self._held[len(start) :])
+        return parts
+
+    def _open(self, block: Block, opened_by: str, rest: str) -> None:
+        self._block, self._opened_by, self._held = block, opened_by, rest
+        if block.kind != "call":
+            self._space, self._follows_block = "", True
+        if self._form.has_headers:
+            self._is_first = False
+
+    def _take(self, size: int) -> str:
+        """Remove and return the beginning of the text that was not parsed yet."""
+        text, self._held = self._held[:size], self._held[size:]
+        return text
+
+    def _read_inside(self, block: Block, *, is_last: bool) -> list[Part]:
+        """Read up to the end of the open block."""
+        found = [(self._held.find(end), end) for end in block.ends if end in self._held]
+
+        # The end is not there yet
+        if not found and not is_last:
+            if block.kind == "call":
+                return []
+            keep = count_possible_start(self._held, block.ends)
+            if block.kind == "reasoning":
+                before = self._held[: len(self._held) - keep]
+                keep += len(before) - len(before.rstrip())
+            return self._read_text(block, self._take(len(self._held) - keep))
+
+        # Close the block
+        position, end = min(found) if found else (len(self._held), "")
+        body = self._take(position)
+        if not block.keeps_end:
+            self._take(len(end))
+        self._block = None
+
+        if block.read is None:
+            return self._read_text(block, body.rstrip() if block.kind == "reasoning" else body)
+        calls = tool_calls.read_calls(block.read, self._opened_by + body, self._schemas)
+        if calls is None:
+            return self._release(self._opened_by + body + ("" if block.keeps_end else end))
+        self._space, self._follows_block, self.has_calls = "", True, True
+        return [*calls]
+
+    def _read_text(self, block: Block, text: str) -> list[Part]:
+        """Return text of the open block. White space at the beginning of reasoning is dropped."""
+        if block.kind == "mark":
+            return []
+        if block.kind == "content":
+            self._follows_block = False
+            return _make_text("content", text)
+        text = text.lstrip() if self._opened_by else text
+        self._opened_by = "" if text else self._opened_by
+        return _make_text("reasoning", text)
+
+    def _release(self, text: str) -> list[Part]:
+        """Return text that is certainly content.
+
+        White space at its end is held back if a block may follow.
+        """
+        text = self._space + text
+        content = text.rstrip() if self._starts else text
+        self._space = text[len(content) :]
+        if self._follows_block:
+            content = content.lstrip()
+        if content:
+            self._is_first = self._follows_block = False
+        return _make_text("content", content)
+
+
+def _make_text(kind: Literal["reasoning", "content"], text: str) -> list[Part]:
+    return [TextPart(kind, text)] if text else []

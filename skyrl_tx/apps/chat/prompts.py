@@ -5,13 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from skyrl_tx.apps.chat.message import (
-    MessageParser,
-    ParserName,
-    ReasoningSplit,
-    begins_inside,
-    choose_parser,
-)
+from skyrl_tx.apps.chat.message import FORMS, Form, MessageParser, choose_form, find_opening
 from skyrl_tx.apps.chat.message_forms import Message, ToolArguments, read_text
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
@@ -22,6 +16,7 @@ from skyrl_tx.apps.chat.schemas import (
     ContentPart,
 )
 from skyrl_tx.apps.chat.service import ChatService
+from skyrl_tx.apps.chat.tool_calls import collect_schemas
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.server.submission.validation import quote_value, require
 
@@ -32,16 +27,17 @@ _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation, and the parser for tool calls in the reply to it."""
+    """A rendered conversation, and the form of the reply to it."""
 
     text: str
     tokens: list[int]
-    tool_parser: ParserName
+    form: Form
+    tools: Sequence[Mapping[str, object]]
 
     def create_parser(self, *, separates_reasoning: bool) -> MessageParser:
-        """Create a parser for one reply."""
-        split = ReasoningSplit(inside=begins_inside(self.text)) if separates_reasoning else None
-        return MessageParser(split, self.tool_parser)
+        """Create a parser for one reply. Without tools in the request, tool calls are content."""
+        form = self.form.select(calls=bool(self.tools), reasoning=separates_reasoning)
+        return MessageParser(form, collect_schemas(self.tools), opening=find_opening(form, self.text))
 
 
 def render_prompt(
@@ -68,16 +64,16 @@ def render_prompt(
         variables=variables,
     )
 
-    # Choose the parser for tool calls
+    # Choose the form of the reply
     configured = service.context.settings.tool_parser
-    name = choose_parser(template.source) if configured == "auto" else configured
+    form = FORMS[choose_form(template.source) if configured == "auto" else configured]
     require(
-        not tools or name != "none",
+        not tools or form.has_calls,
         "tools: the server cannot tell from the model's chat template in which format the model writes tool calls; "
         "the operator can set it with --tool-parser",
         field="tools",
     )
-    return ChatPrompt(prompt, service.encode(prompt, add_special=False), name if tools else "none")
+    return ChatPrompt(prompt, service.encode(prompt, add_special=False), form, tools)
 
 
 def read_variables(given: Mapping[str, object] | None, fields: Iterable[tuple[str, str, object]]) -> dict[str, object]:

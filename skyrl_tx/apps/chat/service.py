@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -107,6 +107,8 @@ class ChatRequest:
     is_streamed: bool = False
     keep_stop: bool = False
     skip_special: bool = True
+    marks: Collection[str] = ()
+    """Special tokens that are in the text nevertheless, because they separate the parts of a message."""
     needs_text: bool = True
     """Whether the request fails if the model has no tokenizer. If False, the text is empty instead."""
     is_private: bool = False
@@ -313,6 +315,9 @@ class ChatService:
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
             self.text.check()
+        hidden = frozenset[int]()
+        if request.marks and request.skip_special:
+            hidden = self.text.find_hidden_tokens(request.marks)
         stop_tokens = frozenset(request.params.stop_token_ids)
         if request.params.eos_stops:
             stop_tokens |= self.limits.eos_token_ids
@@ -323,7 +328,8 @@ class ChatService:
                 stops=request.params.stop_strings,
                 stop_tokens=stop_tokens,
                 keep_stop=request.keep_stop,
-                skip_special=request.skip_special,
+                skip_special=request.skip_special and not hidden,
+                hidden=hidden,
             )
             for _ in range(request.num_samples)
         ]

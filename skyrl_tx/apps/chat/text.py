@@ -1,7 +1,7 @@
 """Load the tokenizer and chat template of the served model, and turn sampled tokens into text."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -171,6 +171,16 @@ class ModelText:
         token = None if name is None else self.tokenizer.token_to_id(name)
         return token if token is not None and token < self._files.num_stored_tokens else None
 
+    def find_hidden_tokens(self, marks: Collection[str]) -> frozenset[int]:
+        """Return all special tokens except for marks, or no tokens if no mark is a special token."""
+        hidden = frozenset(token for text, token in self._special_tokens.items() if text not in marks)
+        return hidden if len(hidden) < len(self._special_tokens) else frozenset()
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     @cached_property
     def _extra_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.get_added_tokens_decoder())
@@ -320,9 +330,14 @@ class SampleText:
         stop_tokens: frozenset[int],
         keep_stop: bool = False,
         skip_special: bool = True,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """With `keep_stop`, the text includes the stop string or token that ended the sample."""
+        """With `keep_stop`, the text includes the stop string or token that ended the sample.
+
+        Without `skip_special`, tokens in `hidden` are still left out.
+        """
         self._decoder = decoder
+        self._hidden = hidden
         self._detokenizer = Detokenizer(decoder, skip_special=skip_special)
         self._stops = StopStrings(stops, keep_match=keep_stop)
         self._last: list[int] = []
@@ -341,6 +356,8 @@ class SampleText:
         # Only the last token of a sample can be a stop token
         if tokens and tokens[-1] in self._stop_tokens:
             tokens = tokens[:-1]
+        if self._hidden:
+            tokens = [token for token in tokens if token not in self._hidden]
         return self._stops.feed(self._detokenizer.feed(tokens))
 
     def finish(self) -> str:

@@ -1,51 +1,64 @@
 """Reasoning and tool calls are found regardless of how the text is split."""
 
 import json
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from skyrl_tx.apps.chat.message import (
-    MessageParser,
-    ParserName,
-    Part,
-    ReasoningSplit,
-    TextPart,
-    ToolCall,
-    begins_inside,
-    choose_parser,
-)
+from skyrl_tx.apps.chat.message import FORMS, MessageParser, Part, TextPart, choose_form, find_opening
+from skyrl_tx.apps.chat.tool_calls import ToolCall, collect_schemas
 
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "n": {"type": "integer"},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+]
+SCHEMAS = collect_schemas(TOOLS)
 CALL = '{"name": "find", "arguments": {"city": "Zürich", "n": 2}}'
 LLAMA = '{"name": "find", "parameters": {"city": "Zürich", "n": 2}}'
-ARGUMENTS = {"city": "Zürich", "n": 2}
+ARGUMENTS = '{"city": "Zürich", "n": 2}'
+FOUND = ("call", "find", {"city": "Zürich", "n": 2})
 
 
-def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName = "none") -> list[tuple[str, str]]:
+def split_everywhere(text: str) -> Iterator[list[str]]:
+    """Yield a text whole, in two pieces with every cut, and in pieces of every small size."""
+    yield [text]
+    yield from ([text[:cut], text[cut:]] for cut in range(1, len(text)))
+    for size in range(1, 8):
+        yield [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def parse(pieces: list[str], form: str = "none", *, opening: str = "", calls: bool = True) -> list[Any]:
     """Parse text that arrives in pieces, and return the parts with adjacent parts of one kind joined."""
-    parser = MessageParser(ReasoningSplit(inside=inside), tools)
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    selected = FORMS[form].select(calls=calls, reasoning=True)
+    parser = MessageParser(selected, SCHEMAS, opening=opening)
     parts: list[Part] = []
-    for start, end in pairwise(edges):
-        parts += parser.feed(text[start:end])
+    for piece in pieces:
+        parts += parser.feed(piece)
     parts += parser.feed("", is_last=True)
-    joined: list[tuple[str, str]] = []
 
+    joined: list[Any] = []
     for part in parts:
-        kind, value = (part.kind, part.text) if isinstance(part, TextPart) else ("call", part.name)
         if isinstance(part, ToolCall):
-            assert json.loads(part.arguments) == ARGUMENTS and part.call_id.startswith("call_")
-        if joined and joined[-1][0] == kind != "call":
-            joined[-1] = kind, joined[-1][1] + value
+            joined.append(("call", part.name, json.loads(part.arguments)))
+        elif joined and joined[-1][0] == part.kind:
+            joined[-1] = part.kind, joined[-1][1] + part.text
         else:
-            joined.append((kind, value))
-
+            joined.append((part.kind, part.text))
     assert parser.has_calls == any(isinstance(part, ToolCall) for part in parts)
-
     return joined
 
 
@@ -56,69 +69,193 @@ REASONED = {
     "<thin is no tag": [("content", "<thin is no tag")],
     "<think>cut off </": [("reasoning", "cut off </")],
     "Yes <think>later</think>": [("content", "Yes <think>later</think>")],
+    "[THINK]hm[/THINK]Yes.": [("reasoning", "hm"), ("content", "Yes.")],
     "": [],
 }
 
 
 @pytest.mark.parametrize("text", REASONED)
-@given(cuts=st.lists(st.integers(0, 100), max_size=30))
-def test_reasoning_is_split(text: str, cuts: list[int]) -> None:
-    assert parse(text, cuts) == REASONED[text]
+def test_reasoning_is_split(text: str) -> None:
+    for pieces in split_everywhere(text):
+        assert parse(pieces) == REASONED[text]
 
 
-@given(cuts=st.lists(st.integers(0, 100), max_size=30))
-def test_template_may_open_the_reasoning(cuts: list[int]) -> None:
-    assert begins_inside("<|im_start|>assistant\n<think>\n") and not begins_inside("<think>\n\n</think>\n\n")
-    assert parse("hm\n</think>\n\nYes.", cuts, inside=True) == [("reasoning", "hm"), ("content", "Yes.")]
+def test_template_may_open_the_reasoning() -> None:
+    opening = find_opening(FORMS["none"], "<|im_start|>assistant\n<think>\n")
+    assert opening == "<think>" and find_opening(FORMS["none"], "<think>\n\n</think>\n\n") == ""
+    for pieces in split_everywhere("hm\n</think>\n\nYes."):
+        assert parse(pieces, opening=opening) == [("reasoning", "hm"), ("content", "Yes.")]
 
 
-HERMES = {
-    f"<tool_call>\n{CALL}\n</tool_call>": [("call", "find")],
-    f"Look:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n": [
-        *(("content", "Look:"), ("call", "find"), ("call", "find")),
-    ],
-    f"<think>hm</think>\n\n<tool_call>{CALL}</tool_call>": [("reasoning", "hm"), ("call", "find")],
+HERMES: dict[str, list[Any]] = {
+    f"<tool_call>\n{CALL}\n</tool_call>": [FOUND],
+    f"Look:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n": [("content", "Look:"), FOUND, FOUND],
+    f"<think>hm</think>\n\n<tool_call>{CALL}</tool_call>": [("reasoning", "hm"), FOUND],
+    f"<tool_call>{CALL}</tool_call>\nThis is all.": [FOUND, ("content", "This is all.")],
     "<tool_call>nothing</tool_call>": [("content", "<tool_call>nothing</tool_call>")],
-    f"<tool_call>{CALL}": [("call", "find")],
+    f"<tool_call>{CALL}": [FOUND],
     "<tool_call>{": [("content", "<tool_call>{")],
     "a < b <tool": [("content", "a < b <tool")],
     "plain \n": [("content", "plain \n")],
 }
-
-
-@pytest.mark.parametrize("text", HERMES)
-@given(cuts=st.lists(st.integers(0, 200), max_size=30))
-def test_calls_of_hermes_and_qwen_are_found(text: str, cuts: list[int]) -> None:
-    assert parse(text, cuts, tools="hermes") == HERMES[text]
-
-
-LLAMA3 = {
-    LLAMA: [("call", "find")],
-    f"<|python_tag|>{LLAMA}; {LLAMA}": [("call", "find"), ("call", "find")],
-    f"\n{LLAMA}": [("call", "find")],
+LLAMA3: dict[str, list[Any]] = {
+    LLAMA: [FOUND],
+    f"<|python_tag|>{LLAMA}; {LLAMA}": [FOUND, FOUND],
+    f"\n{LLAMA}": [FOUND],
     '{"no": "call"}': [("content", '{"no": "call"}')],
     "{ braces": [("content", "{ braces")],
     f"Look: {LLAMA}": [("content", f"Look: {LLAMA}")],
 }
+# Qwen3-Coder, Qwen3.5 and Nemotron 3
+XML_CALL = (
+    "<function=find>\n<parameter=city>\nZürich\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+QWEN3_CODER: dict[str, list[Any]] = {
+    f"<think>\nI look.\n</think>\n\nLook:\n\n<tool_call>\n{XML_CALL}\n<tool_call>\n{XML_CALL}": [
+        *(("reasoning", "I look."), ("content", "Look:"), FOUND, FOUND),
+    ],
+    f"Look:\n{XML_CALL}": [("content", "Look:"), FOUND],
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>": [("call", "now", {})],
+    "<tool_call>\n<function=find>\n<parameter=city>\n  12\n\n</parameter>\n<parameter=note>\nnull\n</parameter>\n"
+    '<parameter=other>\n{"a": [true]}\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n</function>\n</tool_call>': [
+        ("call", "find", {"city": "  12\n", "note": None, "other": {"a": [True]}, "flag": True}),
+    ],
+    "<tool_call>\n<function=find>\n<parameter=city>\nif a</parameter> < b:\n</parameter>\n</function>\n</tool_call>": [
+        ("call", "find", {"city": "if a</parameter> < b:"}),
+    ],
+    "<tool_call>\n<function=find>\n<parameter=city>\nZür": [
+        ("content", "<tool_call>\n<function=find>\n<parameter=city>\nZür"),
+    ],
+}
+GLM: dict[str, list[Any]] = {
+    "\n<think>I look.</think>\nLook:\n<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>": [
+        *(("reasoning", "I look."), ("content", "Look:"), FOUND),
+    ],
+    # GLM-4.7 has no line breaks
+    "<tool_call>find<arg_key>city</arg_key><arg_value>12\n</arg_value></tool_call><tool_call>now</tool_call>": [
+        *(("call", "find", {"city": "12\n"}), ("call", "now", {})),
+    ],
+    "<tool_call>no name</tool_call>": [("content", "<tool_call>no name</tool_call>")],
+    "<tool_call>find<arg_key>city</arg_key>": [("content", "<tool_call>find<arg_key>city</arg_key>")],
+}
+ANALYSIS = "<|channel|>analysis<|message|>I look."
+HARMONY: dict[str, list[Any]] = {
+    f"{ANALYSIS}<|end|><|start|>assistant<|channel|>commentary to=functions.find "
+    f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>": [("reasoning", "I look."), FOUND],
+    f"{ANALYSIS}<|end|><|start|>assistant to=functions.find<|channel|>commentary json<|message|>{ARGUMENTS}": [
+        *(("reasoning", "I look."), FOUND),
+    ],
+    f"{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>It is cold. \n<|return|>": [
+        *(("reasoning", "I look."), ("content", "It is cold. \n")),
+    ],
+    f"<|channel|>commentary<|message|>Look:<|end|><|start|>assistant<|channel|>analysis to=functions.find code"
+    f"<|message|>{ARGUMENTS}": [("content", "Look:"), FOUND],
+    "<|channel|>commentary to=functions.find<|message|>{": [
+        ("content", "<|channel|>commentary to=functions.find<|message|>{"),
+    ],
+    f"{ANALYSIS}<|end|><|start|>assist": [("reasoning", "I look.")],
+    ANALYSIS: [("reasoning", "I look.")],
+    "no channels\n": [("content", "no channels\n")],
+}
+FENCED = f"function<｜tool▁sep｜>find\n```json\n{ARGUMENTS}\n```"
+DEEPSEEK: dict[str, list[Any]] = {
+    f"Look:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{FENCED}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>{FENCED}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>": [("content", "Look:"), FOUND, FOUND],
+    # V3.1
+    f"I look.</think>Look:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>": [("reasoning", "I look."), ("content", "Look:"), FOUND],
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁call▁end｜>": [
+        ("content", "<｜tool▁call▁begin｜>find<｜tool▁call▁end｜>"),
+    ],
+}
+KIMI: dict[str, list[Any]] = {
+    "Look:<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>": [("content", "Look:"), FOUND, ("call", "now", {})],
+}
+MISTRAL: dict[str, list[Any]] = {
+    f"[TOOL_CALLS] [{CALL}, {CALL}]": [FOUND, FOUND],
+    f"[THINK]I look.[/THINK]Look:[TOOL_CALLS]find[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}": [
+        *(("reasoning", "I look."), ("content", "Look:"), FOUND, ("call", "now", {})),
+    ],
+    f"[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{ARGUMENTS}": [FOUND],
+    "[TOOL_CALLS]find[ARGS]{": [("content", "[TOOL_CALLS]find[ARGS]{")],
+}
+MESSAGES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "qwen3_coder": QWEN3_CODER,
+    "glm": GLM,
+    "harmony": HARMONY,
+    "deepseek": DEEPSEEK,
+    "kimi": KIMI,
+    "mistral": MISTRAL,
+}
 
 
-@pytest.mark.parametrize("text", LLAMA3)
-@given(cuts=st.lists(st.integers(0, 200), max_size=30))
-def test_calls_of_llama3_are_found(text: str, cuts: list[int]) -> None:
-    assert parse(text, cuts, tools="llama3") == LLAMA3[text]
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in MESSAGES.items() for text in texts])
+def test_messages_of_each_family_are_parsed(form: str, text: str) -> None:
+    expected = MESSAGES[form][text]
+    opening = "<think>" if text.startswith("I look.</think>") else ""
+    for pieces in split_everywhere(text):
+        assert parse(pieces, form, opening=opening) == expected, pieces
+
+
+def test_content_after_a_call_keeps_its_spaces() -> None:
+    pieces = [f"<tool_call>{CALL}</tool_call>\n", "\nAll", " ", "done", " now."]
+    assert parse(pieces, "hermes") == [FOUND, ("content", "All done now.")]
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = f"<tool_call>{CALL}</tool_call>"
+    assert parse([text], "hermes", calls=False) == [("content", text)]
+    assert parse([f"{ANALYSIS}<|end|>"], "harmony", calls=False) == [("reasoning", "I look.")]
+
+
+def test_reasoning_can_stay_in_the_content() -> None:
+    text = "<think>\nhm\n</think>\n\nYes."
+    parser = MessageParser(FORMS["hermes"].select(calls=False, reasoning=False))
+    assert parser.feed(text, is_last=True) == [TextPart("content", text)]
+
+
+def test_harmony_continues_the_last_message_of_the_prompt() -> None:
+    user = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    assert find_opening(FORMS["harmony"], user) == ""
+    opening = find_opening(FORMS["harmony"], f"{user}<|channel|>final<|message|>It is")
+    assert parse([" cold."], "harmony", opening=opening) == [("content", " cold.")]
+
+
+def test_ids_of_calls_are_accepted_by_the_chat_templates() -> None:
+    (text,) = KIMI
+    kimi = [part.call_id for part in MessageParser(FORMS["kimi"]).feed(text) if isinstance(part, ToolCall)]
+    assert kimi == ["functions.find:0", "functions.now:1"]
+    for text in list(MISTRAL)[:3]:
+        ids = [
+            part.call_id
+            for part in MessageParser(FORMS["mistral"]).feed(text, is_last=True)
+            if isinstance(part, ToolCall)
+        ]
+        assert ids and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ("… <tool_call> …", "hermes"),
+        ("… <tool_call>\n<function=example_function_name> …", "qwen3_coder"),
+        ("… <tool_call>{{ tc.name }}<arg_key> …", "glm"),
+        ("… <|start|>assistant<|channel|>analysis<|message|> …", "harmony"),
+        ("… <｜tool▁calls▁begin｜><｜tool▁call▁begin｜> …", "deepseek"),
+        ("… <|tool_calls_section_begin|><|tool_call_begin|> …", "kimi"),
+        ("… [TOOL_CALLS] …", "mistral"),
         ("… <|python_tag|> …", "llama3"),
         ("role == 'ipython'", "llama3"),
         ("plain", "none"),
     ],
 )
-def test_parser_follows_from_the_template(template: str, name: str) -> None:
-    assert choose_parser(template) == name
+def test_form_follows_from_the_template(template: str, name: str) -> None:
+    assert choose_form(template) == name
 
 
 HOSTILE_ARGUMENTS = {
@@ -131,23 +268,42 @@ HOSTILE_ARGUMENTS = {
     "infinity": '{"a": -Infinity}',
     "number above the range": '{"a": 1e999}',
 }
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "find", "arguments": %s}</tool_call>',
+    "llama3": '{"name": "find", "arguments": %s}',
+    "harmony": "<|channel|>commentary to=functions.find<|message|>%s<|call|>",
+    "deepseek": "<｜tool▁call▁begin｜>find<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
+    "mistral": "[TOOL_CALLS]find[ARGS]%s",
+}
 
 
 @pytest.mark.parametrize("arguments", HOSTILE_ARGUMENTS.values(), ids=HOSTILE_ARGUMENTS)
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-def test_arguments_that_no_response_can_contain_are_text(form: Literal["hermes", "llama3"], arguments: str) -> None:
-    written = f'{{"name": "find", "arguments": {arguments}}}'
-    if form == "hermes":
-        written = f"<tool_call>{written}</tool_call>"
-    parser = MessageParser(None, form)
+@pytest.mark.parametrize("form", WRITTEN)
+def test_arguments_that_no_response_can_contain_are_text(form: str, arguments: str) -> None:
+    written = WRITTEN[form] % arguments
+    parser = MessageParser(FORMS[form])
     parts = parser.feed(written, is_last=True)
     assert not parser.has_calls
     text = "".join(part.text for part in parts if isinstance(part, TextPart))
     assert text == written and json.loads(msgspec.json.encode(text)) == written
 
 
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "[" * 5000 + "]" * 5000, "NaN", "1e999"])
+def test_values_that_no_response_can_contain_are_text(value: str) -> None:
+    for form, written in (
+        (
+            "qwen3_coder",
+            f"<tool_call>\n<function=find>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm", f"<tool_call>find<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"),
+    ):
+        parser = MessageParser(FORMS[form])
+        assert "".join(part.text for part in parser.feed(written) if isinstance(part, TextPart)) == written
+
+
 def test_nested_arguments_are_a_call() -> None:
     arguments = '{"a": ' + "[" * 90 + "1" + "]" * 90 + "}"
-    parser = MessageParser(None, "llama3")
+    parser = MessageParser(FORMS["llama3"])
     (call,) = parser.feed(f'{{"name": "find", "arguments": {arguments}}}', is_last=True)
     assert isinstance(call, ToolCall) and json.loads(call.arguments) == json.loads(arguments)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from skyrl_tx.apps.chat.text import Detokenizer, SampleText, StopStrings
+from skyrl_tx.apps.chat.text import Detokenizer, ModelText, SampleText, StopStrings
+from skyrl_tx.server.settings import ApiSettings
 from tests.support.tiny_tokenizer import PACKAGED, VOCAB_SIZE
 
 
@@ -132,6 +134,21 @@ def test_stop_string_with_a_special_token_is_known(stop: str, expected: str, siz
     pieces = [text.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     assert "".join(pieces) + text.finish() == expected
     assert text.stop_string == (stop if stop.endswith("<|im_end|>") else None)
+
+
+def test_special_tokens_that_separate_parts_stay_in_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
+    made.add_special_tokens(["<|channel|>", "<|pad|>"])
+    channel, pad = VOCAB_SIZE, VOCAB_SIZE + 1
+    monkeypatch.setattr(ModelText, "_load", lambda self: made)
+    text = ModelText(ApiSettings(base_model="tiny", data_dir=tmp_path))
+
+    hidden = text.find_hidden_tokens({"<|channel|>", "<tool_call>"})
+    assert pad in hidden and channel not in hidden
+    assert text.find_hidden_tokens({"<tool_call>"}) == frozenset(), "no mark is a special token"
+    sample = SampleText(text, stops=[], stop_tokens=frozenset(), skip_special=False, hidden=hidden)
+    word = made.encode("final", add_special_tokens=False).ids
+    assert sample.feed([pad, channel, *word, pad]) + sample.feed([pad]) + sample.finish() == "<|channel|>final"
 
 
 def test_stop_token_is_no_part_of_the_text() -> None:
