@@ -11,6 +11,7 @@ from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
+from skyrl_tx.apps.chat.response_template import TemplateParser
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.apps.chat.tool_calls import ToolCall
@@ -137,7 +138,7 @@ def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
 class _Choice:
     """One choice of the response while it is being sampled."""
 
-    parser: MessageParser
+    parser: MessageParser | TemplateParser
     parts: list[Part] = field(default_factory=list[Part])
     tokens: list[int] = field(default_factory=list[int])
     scored: list[Delta] = field(default_factory=list[Delta])

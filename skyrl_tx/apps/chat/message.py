@@ -5,7 +5,7 @@ models has its own marks. `FORMS` lists them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,8 +68,14 @@ class Form:
         """Whether the form has tool calls."""
         return any(block.kind == "call" for block in self.blocks)
 
-    def select(self, *, calls: bool, reasoning: bool) -> "Form":
-        """Return the form without tool calls, or without reasoning. Their text becomes content."""
+    def create_parser(
+        self, prompt: str, tools: Sequence[Mapping[str, object]], *, separates_reasoning: bool
+    ) -> "MessageParser":
+        """Create a parser for one reply to `prompt`. Without tools, tool calls are content."""
+        form = self._select(calls=bool(tools), reasoning=separates_reasoning)
+        return MessageParser(form, tool_calls.collect_schemas(tools), opening=find_opening(form, prompt))
+
+    def _select(self, *, calls: bool, reasoning: bool) -> "Form":
         left_out = {*(() if calls else ("call", "mark")), *(() if reasoning else ("reasoning",))}
         blocks = tuple(block for block in self.blocks if block.kind not in left_out)
         return Form(blocks, self.clues, self.inner_marks if calls or self.has_headers else (), self.has_headers)

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from skyrl_tx.apps.chat.message import FORMS, Form, MessageParser, choose_form, find_opening
+from skyrl_tx.apps.chat.message import FORMS, Form, MessageParser, choose_form
 from skyrl_tx.apps.chat.message_forms import Message, ToolArguments, read_text
+from skyrl_tx.apps.chat.response_template import ResponseTemplate, TemplateParser
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
     AnthropicTool,
@@ -16,7 +17,6 @@ from skyrl_tx.apps.chat.schemas import (
     ContentPart,
 )
 from skyrl_tx.apps.chat.service import ChatService
-from skyrl_tx.apps.chat.tool_calls import collect_schemas
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.server.submission.validation import quote_value, require
 
@@ -31,13 +31,12 @@ class ChatPrompt:
 
     text: str
     tokens: list[int]
-    form: Form
+    form: Form | ResponseTemplate
     tools: Sequence[Mapping[str, object]]
 
-    def create_parser(self, *, separates_reasoning: bool) -> MessageParser:
-        """Create a parser for one reply. Without tools in the request, tool calls are content."""
-        form = self.form.select(calls=bool(self.tools), reasoning=separates_reasoning)
-        return MessageParser(form, collect_schemas(self.tools), opening=find_opening(form, self.text))
+    def create_parser(self, *, separates_reasoning: bool) -> MessageParser | TemplateParser:
+        """Create a parser for one reply."""
+        return self.form.create_parser(self.text, self.tools, separates_reasoning=separates_reasoning)
 
 
 def render_prompt(
@@ -66,7 +65,10 @@ def render_prompt(
 
     # Choose the form of the reply
     configured = service.context.settings.tool_parser
-    form = FORMS[choose_form(template.source) if configured == "auto" else configured]
+    if configured == "auto":
+        form = service.response_template or FORMS[choose_form(template.source)]
+    else:
+        form = FORMS[configured]
     require(
         not tools or form.has_calls,
         "tools: the server cannot tell from the model's chat template in which format the model writes tool calls; "

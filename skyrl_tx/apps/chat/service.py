@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from http import HTTPStatus
 from typing import cast
 
@@ -22,6 +23,7 @@ from msgspec import UNSET
 
 from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
 from skyrl_tx.apps.chat.models import Weights
+from skyrl_tx.apps.chat.response_template import ResponseTemplate
 from skyrl_tx.apps.chat.text import ContextTooLong, Decoder, ModelText, SampleText
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.numbers import MAX_SAMPLES
@@ -154,6 +156,15 @@ class ChatService:
     def limits(self) -> Limits:
         """The engine's limits. Reads the database at most once every two seconds."""
         return self.engine_limits.get_limits()
+
+    @cached_property
+    def response_template(self) -> ResponseTemplate | None:
+        """The response template of the model, or None if it has none or transformers is too old for it."""
+        description = self.text.response_template
+        try:
+            return None if description is None else ResponseTemplate(description, self.text.special_tokens)
+        except ImportError:
+            return None
 
     async def start(self, caller: Principal, request: ChatRequest) -> Generation:
         """Submit a request. Raises ApiError or UserError if it is refused.
@@ -315,9 +326,7 @@ class ChatService:
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
             self.text.check()
-        hidden = frozenset[int]()
-        if request.marks and request.skip_special:
-            hidden = self.text.find_hidden_tokens(request.marks)
+        hidden = self.text.find_hidden_tokens(request.marks) if request.marks and request.skip_special else None
         stop_tokens = frozenset(request.params.stop_token_ids)
         if request.params.eos_stops:
             stop_tokens |= self.limits.eos_token_ids
@@ -328,8 +337,8 @@ class ChatService:
                 stops=request.params.stop_strings,
                 stop_tokens=stop_tokens,
                 keep_stop=request.keep_stop,
-                skip_special=request.skip_special and not hidden,
-                hidden=hidden,
+                skip_special=request.skip_special and hidden is None,
+                hidden=hidden or frozenset(),
             )
             for _ in range(request.num_samples)
         ]

@@ -171,13 +171,19 @@ class ModelText:
         token = None if name is None else self.tokenizer.token_to_id(name)
         return token if token is not None and token < self._files.num_stored_tokens else None
 
-    def find_hidden_tokens(self, marks: Collection[str]) -> frozenset[int]:
-        """Return all special tokens except for marks, or no tokens if no mark is a special token."""
-        hidden = frozenset(token for text, token in self._special_tokens.items() if text not in marks)
-        return hidden if len(hidden) < len(self._special_tokens) else frozenset()
+    @property
+    def response_template(self) -> object:
+        """The description of the model's messages in the form of transformers, or None."""
+        return self._files.response_template
+
+    def find_hidden_tokens(self, marks: Collection[str]) -> frozenset[int] | None:
+        """Return all special tokens except for marks, or None if no mark is a special token."""
+        hidden = frozenset(token for text, token in self.special_tokens.items() if text not in marks)
+        return hidden if len(hidden) < len(self.special_tokens) else None
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of all special tokens by their texts."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 

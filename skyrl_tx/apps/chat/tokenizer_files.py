@@ -93,6 +93,11 @@ class TokenizerFiles:
         """The special tokens by the names that chat templates use, for example "eos_token"."""
         return {name: text for name, value in self._list_named().items() if (text := _read_text(value)) is not None}
 
+    @property
+    def response_template(self) -> object:
+        """The description of the model's messages for `parse_response` of transformers, or None."""
+        return self._config.get("response_template")
+
     def _list_named(self) -> dict[str, object]:
         """Return the fields that may name a special token, the fields with standard names first."""
         others = [name for name in self._config if name.endswith("_token") and name not in _STANDARD_NAMES]

@@ -109,9 +109,9 @@ def read_llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 
 def read_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    """Read `<function=name><parameter=key>value</parameter></function>`, from Qwen3-Coder and others.
+    """Read `<function=name><parameter=key>value</parameter></function>`, for example of Qwen3-Coder.
 
-    A value is on lines of its own.
+    Line breaks at the beginning and end of a value are not part of it.
     """
     for piece in text.split("<function=")[1:]:
         name, mark, body = piece.partition(">")

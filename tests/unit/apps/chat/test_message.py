@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from skyrl_tx.apps.chat.message import FORMS, MessageParser, Part, TextPart, choose_form, find_opening
-from skyrl_tx.apps.chat.tool_calls import ToolCall, collect_schemas
+from skyrl_tx.apps.chat.response_template import ResponseTemplate, TemplateParser
+from skyrl_tx.apps.chat.tool_calls import ToolCall
+from skyrl_tx.contract.errors import UserError
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -26,7 +28,6 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-SCHEMAS = collect_schemas(TOOLS)
 CALL = '{"name": "find", "arguments": {"city": "Zürich", "n": 2}}'
 LLAMA = '{"name": "find", "parameters": {"city": "Zürich", "n": 2}}'
 ARGUMENTS = '{"city": "Zürich", "n": 2}'
@@ -43,8 +44,11 @@ def split_everywhere(text: str) -> Iterator[list[str]]:
 
 def parse(pieces: list[str], form: str = "none", *, opening: str = "", calls: bool = True) -> list[Any]:
     """Parse text that arrives in pieces, and return the parts with adjacent parts of one kind joined."""
-    selected = FORMS[form].select(calls=calls, reasoning=True)
-    parser = MessageParser(selected, SCHEMAS, opening=opening)
+    parser = FORMS[form].create_parser(opening, TOOLS if calls else [], separates_reasoning=True)
+    return collect(parser, pieces)
+
+
+def collect(parser: MessageParser | TemplateParser, pieces: list[str]) -> list[Any]:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.feed(piece)
@@ -215,15 +219,15 @@ def test_without_tools_a_call_is_content() -> None:
 
 def test_reasoning_can_stay_in_the_content() -> None:
     text = "<think>\nhm\n</think>\n\nYes."
-    parser = MessageParser(FORMS["hermes"].select(calls=False, reasoning=False))
+    parser = FORMS["hermes"].create_parser("", [], separates_reasoning=False)
     assert parser.feed(text, is_last=True) == [TextPart("content", text)]
 
 
 def test_harmony_continues_the_last_message_of_the_prompt() -> None:
     user = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
     assert find_opening(FORMS["harmony"], user) == ""
-    opening = find_opening(FORMS["harmony"], f"{user}<|channel|>final<|message|>It is")
-    assert parse([" cold."], "harmony", opening=opening) == [("content", " cold.")]
+    prompt = f"{user}<|channel|>final<|message|>It is"
+    assert parse([" cold."], "harmony", opening=prompt) == [("content", " cold.")]
 
 
 def test_ids_of_calls_are_accepted_by_the_chat_templates() -> None:
@@ -307,3 +311,49 @@ def test_nested_arguments_are_a_call() -> None:
     parser = MessageParser(FORMS["llama3"])
     (call,) = parser.feed(f'{{"name": "find", "arguments": {arguments}}}', is_last=True)
     assert isinstance(call, ToolCall) and json.loads(call.arguments) == json.loads(arguments)
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": ["<turn|>", "<|tool_response>"], "content": "text"},
+    },
+}
+"""The form of Gemma 4. Its tool calls are not JSON."""
+GEMMA_CALL = '<|tool_call>call:find{city:<|"|>Zürich<|"|>,n:2}<tool_call|>'
+GEMMA: dict[str, list[Any]] = {
+    f"<|channel>thought\nI look.\n<channel|>\nLook:\n{GEMMA_CALL}{GEMMA_CALL}": [
+        *(("reasoning", "I look."), ("content", "Look:"), FOUND, FOUND),
+    ],
+    "It is cold.\n\nVery.<turn|>\n": [("content", "It is cold.\n\nVery.")],
+}
+
+
+@pytest.mark.parametrize("text", GEMMA)
+def test_response_template_of_the_model_is_used(text: str) -> None:
+    pytest.importorskip("transformers.utils.chat_parsing")
+    template = ResponseTemplate(RESPONSE_TEMPLATE, ["<|tool_call>"])
+    assert template.has_calls and template.marks == ["<|tool_call>"]
+    for pieces in split_everywhere(text):
+        parser = template.create_parser("<|turn>user\nHi<turn|>\n<|turn>model\n", TOOLS, separates_reasoning=True)
+        assert collect(parser, pieces) == GEMMA[text], pieces
+
+
+def test_malformed_call_of_a_response_template_is_text() -> None:
+    pytest.importorskip("transformers.utils.chat_parsing")
+    template = ResponseTemplate(RESPONSE_TEMPLATE, [])
+    parser = template.create_parser("<|turn>model\n", TOOLS, separates_reasoning=True)
+    pieces = ["Look:", "<|tool_call>call:find", "{city:", "?}", "<tool_call|>", " Done."]
+    assert collect(parser, pieces) == [("content", "Look:{city:?}<tool_call|> Done.")]
+    with pytest.raises(UserError, match="response template is malformed"):
+        ResponseTemplate({"start_anchor": "x"}, [])
