@@ -21,7 +21,7 @@ from docs import example_config, reference_text
 from docs.markdown import codes, first_line, sentence, table
 from docs.openapi import read_openapi
 from docs.python_api_page import python_api_page
-from docs.sdk_endpoints import SDK_ENDPOINTS
+from docs.sdk_endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS
 from docs.settings_page import settings_page
 from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
@@ -89,7 +89,8 @@ def endpoints_page() -> Iterator[str]:
     yield "## Parity with the SDK"
     yield reference_text.PARITY
     yield table(
-        ("Endpoint", "SDK", "Called by", "Answer"), (endpoint.row(operations, PREFIX) for endpoint in SDK_ENDPOINTS)
+        ("Endpoint", "SDK", "Called by", "Answer"),
+        (endpoint.row(operations, PREFIX) for endpoint in (*SDK_ENDPOINTS, *UNVERIFIED_ENDPOINTS)),
     )
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."

@@ -89,3 +89,8 @@ SDK_ENDPOINTS = (
     SdkEndpoint("DELETE", "/auth/apikey/me", "0.30+", "`tinker auth logout`"),
     SdkEndpoint("POST", "/unload_model", "to 0.25", "nothing public"),
 )
+UNVERIFIED_ENDPOINTS = (
+    SdkEndpoint("POST", "/external_weights_upload_start", "0.39+", "`external_weights_upload_start`"),
+    SdkEndpoint("POST", "/external_weights_upload_finish", "0.39+", "`external_weights_upload_finish`"),
+)
+"""Endpoints of releases that are known from their reference pages only, and were not run."""

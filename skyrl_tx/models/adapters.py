@@ -26,7 +26,7 @@ from skyrl_tx.models.config import ExpertLora, Group, ModelConfig
 from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.base import LayerAdapters, Target
 from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
-from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, find_stack, split_modules
+from skyrl_tx.weights.peft import AdapterError, AdapterFiles, AdapterFormat, TargetModule, find_stack, split_modules
 from skyrl_tx.weights.weight_map import (
     TIED_UNEMBED_MODULE,
     WeightMap,
@@ -37,6 +37,8 @@ from skyrl_tx.weights.weight_map import (
 
 UNEMBED = "unembed"
 """The target that does not belong to a block."""
+_GROUPS = "attn", "mlp", "unembed"
+"""The groups of targets, each with a field `train_<group>` of `LoraSpec`."""
 
 
 def get_targets(config: ModelConfig) -> dict[str, Target]:
@@ -154,12 +156,15 @@ def choose_expert_lora(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora
     return "shared" if all(adapter.has_shared_factors(number or 0) for number in numbers) else "own"
 
 
-def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles) -> tuple[LoraSpec, AdapterWeights]:
+def fit_adapter(
+    config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles, lora: LoraSpec | None = None
+) -> tuple[LoraSpec, AdapterWeights]:
     """Convert an adapter to the form that this server trains: whole groups of modules, alpha 32.
 
     The update of each module stays the same. If the adapter lacks a module of a trained group, the
-    module gets the factors of a fresh model, whose update is zero. Raises AdapterError if the
-    adapter does not fit the model.
+    module gets the factors of a fresh model, whose update is zero. Without `lora`, the trained
+    groups are those in which the adapter changes a module. Raises AdapterError if the adapter does
+    not fit the model or `lora`.
     """
     factors = split_modules(adapter.factors, format.fused, adapter.rank)
     if config.tied_embeddings and "lm_head" in factors:
@@ -168,13 +173,11 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     changed = {get_targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
 
     # Train every group that has a changed module.
-    lora = LoraSpec(
-        rank=adapter.rank,
-        seed=0,
-        train_attn="attn" in changed,
-        train_mlp="mlp" in changed,
-        train_unembed="unembed" in changed,
-    )
+    if lora is None:
+        lora = LoraSpec(rank=adapter.rank, seed=0, **{f"train_{group}": group in changed for group in _GROUPS})
+    for group in sorted(changed):
+        if not getattr(lora, f"train_{group}"):
+            raise AdapterError(f"it has modules of the group {group}, but lora_config has train_{group} = false")
     fresh = init_adapter(config, lora).weights
     trained: AdapterWeights = {name: fresh[name] for name in get_trained_targets(config, lora)}
     return lora, format.with_factors(trained, factors, adapter.scale * lora.rank / ALPHA)

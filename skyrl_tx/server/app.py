@@ -43,6 +43,7 @@ from skyrl_tx.server.routes import (
     service,
     sessions,
     training,
+    uploads,
     weights,
 )
 from skyrl_tx.server.schemas.base import make_body_schemas
@@ -50,6 +51,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import Shares
 from skyrl_tx.server.stored_bytes import StoredBytes
 from skyrl_tx.server.submission.validation import quote_value
+from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
 
@@ -75,6 +77,7 @@ ROUTERS = (
     weights.router,
     runs.router,
     downloads.router,
+    uploads.router,
 )
 """The routers below `/api/v1` in matching order. The most frequently called routers come first."""
 ErrorHandler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
@@ -87,6 +90,7 @@ def create_context(
     signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
 
     features = (extensions or {}).values()
+    unfinished = Uploads(settings.data_dir, settings.base_model)
     counts = [feature.count_stored_bytes for feature in features if feature.count_stored_bytes is not None]
 
     # Connect the metrics to their sources.
@@ -110,7 +114,8 @@ def create_context(
         engine=EngineHealth(store, settings.engine_silence_s),
         admission=AdmissionControl(store),
         shares=Shares.divide(settings.request_threads, settings.max_inflight_bytes),
-        stored_bytes=StoredBytes(store, counts),
+        stored_bytes=StoredBytes(store, [*counts, unfinished.count_bytes]),
+        uploads=unfinished,
         results=results,
         metrics=metrics,
         extensions=extensions or {},
@@ -301,7 +306,7 @@ class ApiServer(uvicorn.Server):
     ) -> None:
         self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
-        self.monitor = ServerMonitor(settings, store, context.metrics, context.results)
+        self.monitor = ServerMonitor(settings, store, context.metrics, context.results, context.uploads)
 
         # One address may use three quarters of the connections. For example, 10,000 polls of one
         # address need a limit of 14,400 open files.

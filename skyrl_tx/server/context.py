@@ -38,6 +38,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import HEAVY_BYTES, OwnerBudget, Shares
 from skyrl_tx.server.stored_bytes import StoredBytes
 from skyrl_tx.server.submission.validation import UnknownFields
+from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store.database import Store
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class ApiContext:
     admission: AdmissionControl
     shares: Shares
     stored_bytes: StoredBytes
+    uploads: Uploads
     metrics: ApiMetrics
     extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
     """The optional features by name."""
@@ -117,6 +119,15 @@ class ApiCall:
         Raises ApiError 429 if the caller stores more than its share of the database.
         """
         self.context.stored_bytes.add(self.caller.owner, num_bytes)
+
+    def admit_checkpoint(self, tx: Session, session_id: SessionId, now: float) -> None:
+        """Let the optional features admit a checkpoint that the transaction adds to a session.
+
+        Raises UserError if a feature refuses it, for example because of a quota.
+        """
+        for extension in self.context.extensions.values():
+            if extension.admission is not None:
+                extension.admission(tx, session_id, now)
 
     def derive_session_id(self, purpose: str) -> SessionId | None:
         """Derive a session id from the idempotency key. Returns None if there is no key.
@@ -254,6 +265,7 @@ async def _read_call(request: Request, caller: Principal, limits: BodyLimits) ->
 Incoming = Annotated[ApiCall, Depends(read_control, scope="function")]
 IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("heavy_calls")), scope="function")]
 IncomingFiles = Annotated[ApiCall, Depends(_make_reader(attrgetter("weight_files")), scope="function")]
+IncomingImport = Annotated[ApiCall, Depends(_make_reader(attrgetter("adapter_imports")), scope="function")]
 IncomingData = Annotated[ApiCall, Depends(read_data, scope="function")]
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]

@@ -181,6 +181,8 @@ class Shares:
     """
     weight_files: OwnerBudget
     """Threads that hash weight files, or wait for an object store that may not respond."""
+    adapter_imports: OwnerBudget
+    """Threads that wait for a child process, which reads an uploaded adapter."""
     received_bodies: OwnerBudget
     """Memory for request bodies that are being received."""
     decoded_bodies: OwnerBudget
@@ -203,6 +205,7 @@ class Shares:
             heavy_calls=share_threads(6, 2),
             result_readers=share_threads(4, 2),
             weight_files=share_threads(8, 2),
+            adapter_imports=share_threads(2, 1),
             received_bodies=share_bytes(max_body_bytes // 2, max_body_bytes // 4),
             decoded_bodies=share_bytes(max_body_bytes // 2, max_body_bytes // 4),
             result_bytes=share_bytes(_RESULT_BYTES, _RESULT_BYTES // 4),

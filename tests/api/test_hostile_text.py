@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from skyrl_tx.server.submission import wire_pb2
-from tests.support.live_api import Server
+from tests.support.live_api import Server, adapters_in_process
 from tests.support.live_stack import PUBLIC_NAME, live_stack
 
 Json = dict[str, Any]
@@ -48,6 +48,12 @@ CALLS: Mapping[str, Json] = {
     "/api/v1/save_weights": {"model_id": "<model>", "path": "a", "overwrite": True, "user_metadata": {"k": "v"}},
     "/api/v1/save_weights_external": {"model_id": "<model>", "path": "b", "age_encryption_recipients": ["r"]},
     "/api/v1/load_weights": {"model_id": "<model>", "path": "tinker://m/weights/a", "weights_access_token": "t"},
+    "/api/v1/external_weights_upload_start": {
+        "base_model": PUBLIC_NAME,
+        "lora_config": {"rank": 2},
+        "destination_project_id": "p",
+    },
+    "/api/v1/external_weights_upload_finish": {"upload_id": "u"},
     "/api/v1/create_sampling_session": {
         "session_id": "<session>",
         "sampling_session_seq_id": 9,
@@ -107,7 +113,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A server whose engine executes requests. An engine that ends fails the tests."""
     url = None if request.param == "sqlite" else request.getfixturevalue("postgresql").new_database()
     directory = tmp_path_factory.mktemp(request.param)
-    with live_stack("fake", directory, retrieve_hold_s=0.1, database_url=url) as stack:
+    with adapters_in_process(), live_stack("fake", directory, retrieve_hold_s=0.1, database_url=url) as stack:
         yield stack.server
 
 

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
 from skyrl_tx.apps.console.site import TABLES
+from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.server import uploads
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_api import Server
@@ -85,6 +88,7 @@ OPEN = {
     "GET trackio/version",
     "GET traces/{session_id}",  # the URL is signed
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
+    "PUT uploads/{upload_id}/{file}",  # the URL is signed
 }
 PAGES = {
     *("GET /", "GET /login", "POST /login", "POST /logout", "GET /console/static/{digest}/{name:path}"),
@@ -100,6 +104,8 @@ COMMON = {
     *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
 """Routes that send the same response to every caller with a key."""
+UPLOADS = {"POST external_weights_upload_start"}
+"""Creates an upload of the caller; `tests/api/test_uploads.py` tests it."""
 FOR_ADMINS = {"GET audit"}
 """Routes for admins only; `tests/api/test_audit.py` tests them."""
 OTHER_APIS = {
@@ -175,9 +181,20 @@ THINGS = [
     ),
     RowRequest(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
     RowRequest(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
+    RowRequest("POST external_weights_upload_finish", body={"upload_id": "{upload}"}, admin_status=400),
     RowRequest("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
     RowRequest("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
 ]
+
+
+def start_upload(server: Server, owner: str) -> str:
+    """Start an upload without files. The fake backend has no base model whose files imply a size."""
+    unfinished = server.api.app.state.context.uploads
+    with patch.object(uploads, "call_child", lambda _: '{"max_bytes": 1}'):
+        started = unfinished.start(
+            owner=owner, key_id=1, base_model=PUBLIC_NAME, lora=LoraSpec(rank=2, seed=0), project_id=None, ttl_s=3600.0
+        )
+    return started[0]
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +217,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         logged = server.post(f"training_runs/{run}/metrics", step=1, metrics={"reward": 0.5})
         assert logged.json() == {"is_new": True}
 
+        upload = start_upload(server, "ann")
         del server.client.headers["X-API-Key"]
         world.names.update(
+            upload=upload,
             session=session,
             run=run,
             state=state,
@@ -236,18 +255,18 @@ def list_routes(routes: Iterable[BaseRoute], *, is_included: bool = False) -> It
 
 
 def test_every_route_is_classified(world: World) -> None:
-    classes = [OPEN, COMMON, FOR_ADMINS, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
+    classes = [OPEN, COMMON, UPLOADS, FOR_ADMINS, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
     assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
     assert set(list_routes(world.server.api.app.routes)) == set().union(*classes)
 
 
 @pytest.mark.parametrize("route", sorted(OPEN))
 def test_open_routes_need_no_key(world: World, route: str) -> None:
-    path = route.split()[1]
-    assert world.server.client.get(address(path)).status_code not in (401, 404)
+    method, path = route.split()
+    assert world.server.client.request(method, address(path)).status_code not in (401, 404)
 
 
-@pytest.mark.parametrize("route", sorted(COMMON | FOR_ADMINS | set(LISTS)))
+@pytest.mark.parametrize("route", sorted(COMMON | UPLOADS | FOR_ADMINS | set(LISTS)))
 @pytest.mark.parametrize("key", [None, "tml-unknown", "eyJhbGciOiJub25lIn0.e30.", "nonsense"])
 def test_unauthenticated_caller_gets_401(world: World, route: str, key: str | None) -> None:
     method, path = route.split()

@@ -20,6 +20,7 @@ OPEN = {
     "GET trackio/version",
     "GET traces/{session_id}",
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file}",
+    "PUT uploads/{upload_id}/{file}",
 }
 CLIENT = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me", "POST telemetry"),
@@ -57,6 +58,7 @@ CHANGING = {
     *("POST save_weights", "POST save_weights_for_sampler", "POST save_weights_external", "POST load_weights"),
     *("POST copy_weights", "PUT sessions/{session_id}/project", f"DELETE {CHECKPOINT}", f"PUT {CHECKPOINT}/ttl"),
     *(f"POST {CHECKPOINT}/publish", f"DELETE {CHECKPOINT}/publish"),
+    *("POST external_weights_upload_start", "POST external_weights_upload_finish"),
     *("POST training_runs/{run_id}/metrics", "PUT logged_runs/{logged_run_id}/training_run"),
     "POST trackio/api/{name}",
 }

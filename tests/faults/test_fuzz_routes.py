@@ -15,7 +15,7 @@ from hypothesis import given
 from skyrl_tx.server.submission import wire_pb2
 from tests.support.fuzz.reports import ServerError, Tally, examples
 from tests.support.fuzz.routes import Attempt, attempts, call, create_ids, find_schemas, list_routes, parse_attempt
-from tests.support.live_api import Server
+from tests.support.live_api import Server, adapters_in_process
 from tests.support.live_stack import live_stack
 
 CORPUS = Path(__file__).parent / "corpus.jsonl"
@@ -23,7 +23,8 @@ CORPUS = Path(__file__).parent / "corpus.jsonl"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with live_stack("fake", tmp_path_factory.mktemp("stack"), retrieve_hold_s=0.01) as stack:
+    folder = tmp_path_factory.mktemp("stack")
+    with adapters_in_process(), live_stack("fake", folder, retrieve_hold_s=0.01) as stack:
         yield stack.server
 
 

@@ -1,10 +1,12 @@
 """The API on a real socket, for tests and benchmarks."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import httpx
 from starlette.types import ASGIApp
@@ -12,6 +14,8 @@ from starlette.types import ASGIApp
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.launch.command import App, load_server_extensions
+from skyrl_tx.models import adapter_import
+from skyrl_tx.server import uploads
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
@@ -64,6 +68,17 @@ class Server:
         request = codec.decode(body)
         assert isinstance(request, requests.Request)
         return request
+
+
+@contextmanager
+def adapters_in_process() -> Generator[None]:
+    """Read uploaded adapters in this process, because a child process takes a second to import JAX."""
+
+    def call_child(request: str) -> str:
+        return json.dumps(adapter_import.answer(json.loads(request)))
+
+    with patch.object(uploads, "call_child", call_child):
+        yield
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.http.long_poll import ResultWatcher
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store import engine_state, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
@@ -111,16 +112,21 @@ def read_gauges(reading: EngineReading | None) -> dict[str, float]:
 class ServerMonitor:
     """A thread that samples the server at multiples of ten seconds, and once at its start.
 
+    It also removes expired uploads.
+
     Multiple API processes sample at the same times, and the first one writes the row. All of them
     would write almost the same values, because rates come from the numbers that the engines
     publish. Only the number of open polls differs.
     """
 
-    def __init__(self, settings: ApiSettings, store: Store, metrics: ApiMetrics, results: ResultWatcher) -> None:
+    def __init__(
+        self, settings: ApiSettings, store: Store, metrics: ApiMetrics, results: ResultWatcher, uploads: Uploads
+    ) -> None:
         self._settings = settings
         self._store = store
         self._metrics = metrics
         self._results = results
+        self._uploads = uploads
         self._before: dict[int, EngineReading] = {}
         self._boot_ids: dict[int, str] = {}
         self._ended = threading.Event()
@@ -146,6 +152,7 @@ class ServerMonitor:
 
     def _try_collect(self, at: int | None) -> None:
         try:
+            self._uploads.remove_expired(time.time())
             values = self.collect(time.time())
             if at is not None:
                 self._store.write(lambda tx: _write(tx, at, values))

@@ -124,9 +124,7 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         readers = call.list_readers(tx, request.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, request.ttl_seconds):
             now, actor = time.time(), call.caller.actor
-            for extension in call.context.extensions.values():
-                if extension.admission is not None:
-                    extension.admission(tx, session_id, now)
+            call.admit_checkpoint(tx, session_id, now)
             audit.record(tx, "checkpoint_read", actor, now, path=source, purpose="copy")
             audit.record(tx, "checkpoint_create", actor, now, path=path, copied_from=str(source))
 

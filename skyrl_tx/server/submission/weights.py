@@ -25,6 +25,8 @@ from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.training import read_optimizer_kind
 from skyrl_tx.server.submission.validation import check_ttl, quote_value, require
 
+UPLOADED = "uploaded"
+"""The name of uploaded external weights. Clients can train and sample from them."""
 _INFLIGHT = "inflight"
 _DIGEST_SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
 """Replaces the spec of a checkpoint in the idempotency digest of a load.
@@ -121,7 +123,7 @@ def parse_training_path(text: str) -> CheckpointPath:
     """Parse the path of a training checkpoint. Raises UserError for other kinds."""
     path = CheckpointPath.parse(text)
     require(
-        path.kind is CheckpointKind.TRAINING,
+        path.kind is CheckpointKind.TRAINING or _is_uploaded(path),
         f"path {quote_value(text)}: holds no optimizer state to train from; "
         "save with save_state to get a weights/ path",
     )
@@ -132,8 +134,12 @@ def parse_sampler_path(text: str) -> CheckpointPath:
     """Parse the path of a checkpoint to sample from. Raises UserError for other kinds."""
     path = CheckpointPath.parse(text)
     require(
-        path.kind is CheckpointKind.SAMPLER,
+        path.kind is CheckpointKind.SAMPLER or _is_uploaded(path),
         f"model_path {quote_value(text)}: is not for sampling; "
         "save with save_weights_for_sampler to get a sampler_weights/ path",
     )
     return path
+
+
+def _is_uploaded(path: CheckpointPath) -> bool:
+    return path.kind is CheckpointKind.EXTERNAL and path.name == UPLOADED

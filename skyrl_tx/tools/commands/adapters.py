@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
-from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.launch.command import CommandError
@@ -31,10 +30,10 @@ from skyrl_tx.launch.command_line import (
     parse_path,
     record_audit,
 )
-from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
+from skyrl_tx.store import engine_state, imported_runs, keys, manifests, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
-from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.store.tables import CheckpointRow
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 
 if TYPE_CHECKING:
@@ -298,71 +297,36 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
     Raises CommandError if the adapter cannot be read or does not fit the base model.
     """
     # Imported here because `models` imports JAX.
-    from safetensors.numpy import save_file
-
-    from skyrl_tx import models as families
-    from skyrl_tx.contract.state_files import ALPHA, WEIGHTS_FILE
+    from skyrl_tx.models import UnsupportedModel
+    from skyrl_tx.models.adapter_import import read_import
     from skyrl_tx.weights import hf, peft
 
     try:
-        adapter = peft.read_adapter(directory)
         with open_built_in_model(base) as source:
-            family, model = families.read_model(hf.resolve_model(source, with_weights=False))
-            if adapter.base_layers:
-                tensors = {rule.path: rule.tensor for rule in family.weights}
-                adapter.check_base_layers(hf.resolve_model(source), tensors, is_tied=model.tied_embeddings)
-
-        # Convert the adapter to the modules and ranks that the server trains.
-        model = replace(model, expert_lora=families.choose_expert_lora(model, adapter))
-        layout = families.make_adapter_format(model, family.weights, base)
-        lora, weights = families.fit_adapter(model, layout, adapter)
+            lora, write = read_import(directory, source, base)
     except peft.AdapterError as error:
         raise CommandError(f"{directory}: {error}") from error
-    except (families.UnsupportedModel, hf.CheckpointError, OSError) as error:
+    except (UnsupportedModel, hf.CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
-
-    def write(folder: Path) -> None:
-        save_file(dict(layout.to_tensors(weights)), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        layout.write_config(folder, tuple(weights), lora.rank, ALPHA)
-
     return ModelSpec(lora=lora), write
 
 
 def _store_run(
     tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
-    """Store a run that is not loaded, with two checkpoints that share one artifact.
-
-    Returns the path of the training checkpoint and the path of the sampler checkpoint.
-    """
-    # A finished session with one run.
-    now = time.time()
-    sessions.create(tx, owner=owner, tags=["import"], now=now, session_id=session_id)
-    sessions.finish(tx, session_id, "success", now)
-    run = model_id(session_id, 0)
-    model = ModelRow(
-        model_id=run,
+    """Store a run that is not loaded. Returns the paths of its training checkpoint and its sampler checkpoint."""
+    training, sampler = imported_runs.create(
+        tx,
+        artifact,
         session_id=session_id,
+        owner=owner,
         base_model=base_model,
-        spec=codec.encode(spec),
-        user_metadata={"created_by": "skyrl-tx import"},
-        status="unloaded",
-        created_at=now,
-        last_request_at=now,
+        spec=spec,
+        kinds=(CheckpointKind.TRAINING, CheckpointKind.SAMPLER),
+        name=name,
+        created_by="skyrl-tx import",
+        now=time.time(),
     )
-    models.create(tx, model)
-
-    # A training checkpoint and a sampler checkpoint.
-    paths = tuple(CheckpointPath(run, kind, name) for kind in (CheckpointKind.TRAINING, CheckpointKind.SAMPLER))
-    for path in paths:
-        row = CheckpointRow(
-            model_id=run,
-            kind=path.kind,
-            name=name,
-            artifact_id=artifact.artifact_id,
-            created_at=now,
-            size_bytes=artifact.size_bytes,
-        )
-        checkpoints.put(tx, row, overwrite=False)
+    for path in (training, sampler):
         record_audit(tx, "checkpoint_create", path=path, purpose="import")
-    return paths[0], paths[1]
+    return training, sampler

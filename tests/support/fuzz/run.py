@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tests.support.fuzz.decoders import DECODERS, check_decoder
 from tests.support.fuzz.reports import ExcessiveMemory, Finding, Hang, ServerError, Tally, examples, mutations, tracing
 from tests.support.fuzz.routes import attempts, call, create_ids, list_routes
-from tests.support.live_api import Server
+from tests.support.live_api import Server, adapters_in_process
 from tests.support.live_stack import live_stack
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ def fuzz_routes(number: int, first_seed: int, row: Row) -> None:
 def _stack() -> Generator[Server]:
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-") as name,
+        adapters_in_process(),
         live_stack("fake", Path(name), retrieve_hold_s=0.01) as stack,
     ):
         yield stack.server
