@@ -2,8 +2,12 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from safetensors.numpy import load, save
 
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
+from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, adapters_in_process, live_api
 from tests.support.live_stack import PUBLIC_NAME, live_stack
@@ -205,6 +210,49 @@ def test_an_owner_has_few_unfinished_uploads(server: Server) -> None:
     assert server.post("external_weights_upload_start", **body).status_code == 429
     server.client.headers["X-API-Key"] = create_key(server, "bob")
     start(server)
+
+
+def write_adapter(folder: Path, weights: bytes) -> Path:
+    folder.mkdir()
+    (folder / CONFIG).write_bytes(make_config())
+    (folder / WEIGHTS).write_bytes(weights)
+    return folder
+
+
+def test_import_uploads_an_adapter(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a directory, and from the URLs of a checkpoint that another server sends."""
+
+    def import_adapter(source: object) -> tuple[int, str, str]:
+        return main(["import", str(source), "--server", server.url]), *capsys.readouterr()
+
+    folder = write_adapter(tmp_path / "adapter", make_weights())
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    status, _, err = import_adapter(folder)
+    assert status == 1 and "X-API-Key: missing" in err and "set $TINKER_API_KEY" in err
+    monkeypatch.setenv("TINKER_API_KEY", server.client.headers["X-API-Key"])
+    with serve_files(folder) as url:
+        for source in (folder, url):
+            status, out, err = import_adapter(source)
+            assert (status, err) == (0, "") and out.count("/external_weights/uploaded") == 2
+    status, _, err = import_adapter(write_adapter(tmp_path / "wrong", make_weights(inputs=8)))
+    assert status == 1 and f"the server refused the adapter: {WEIGHTS}: lora_A" in err
+    checkpoints = server.client.get("/api/v1/checkpoints").json()["checkpoints"]
+    assert len(checkpoints) == 2, "the wrong adapter is not stored"
+
+
+@contextmanager
+def serve_files(folder: Path) -> Iterator[str]:
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -196,12 +196,16 @@ def _read_model_names(store: Store) -> list[str]:
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `import`."""
     parser.add_argument(
-        "directory",
+        "source",
         metavar="DIR",
-        type=parse_path,
-        help="the directory of a PEFT adapter, with adapter_config.json and adapter_model.safetensors",
+        help="the directory of a PEFT adapter, with adapter_config.json and adapter_model.safetensors, or its URL",
     )
-    parser.add_argument("--name", default="imported", help="the name of the checkpoint (default: imported)")
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="upload the adapter to this server, with the API key in $TINKER_API_KEY, instead of using --data-dir",
+    )
+    parser.add_argument("--name", help="the name of the checkpoint (default: imported)")
     parser.add_argument(
         "--base-model",
         metavar="MODEL",
@@ -218,11 +222,27 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    name = checkpoint_name(arguments.name)
-    directory: Path = arguments.directory
-    if not directory.is_dir():
-        raise CommandError(f"{directory}: no such directory")
+    # Imported here because it imports httpx.
+    from skyrl_tx.tools.commands import upload_adapter
 
+    with upload_adapter.open_source(arguments.source) as directory:
+        if not directory.is_dir():
+            raise CommandError(f"{directory}: no such directory")
+        if arguments.server is None:
+            training, sampler = _import_directory(arguments, directory)
+        elif (arguments.name, arguments.owner, arguments.served_model_name) == (None, None, None):
+            training = sampler = upload_adapter.upload(directory, arguments.server, arguments.base_model)
+        else:
+            raise CommandError("--name, --owner and --served-model-name: the server chooses them with --server", 2)
+
+    print(f"imported {arguments.source}")
+    print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
+    print(f"  to sample from: {sampler}")
+
+
+def _import_directory(arguments: argparse.Namespace, directory: Path) -> tuple[CheckpointPath, CheckpointPath]:
+    """Import an adapter into the data directory. Return the paths of its two checkpoints."""
+    name = checkpoint_name(arguments.name or "imported")
     with open_database(arguments, create=True) as store:
         # Check the adapter before anything is stored.
         owner = _choose_owner(store, arguments.owner)
@@ -241,11 +261,7 @@ def _import(arguments: argparse.Namespace) -> None:
             ),
         }
         artifact = artifacts.create(write, metadata)
-        training, sampler = store.write(lambda tx: _store_run(tx, artifact, session_id, base_name, spec, owner, name))
-
-    print(f"imported {directory}")
-    print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
-    print(f"  to sample from: {sampler}")
+        return store.write(lambda tx: _store_run(tx, artifact, session_id, base_name, spec, owner, name))
 
 
 def _choose_owner(store: Store, named: str | None) -> str:
