@@ -344,6 +344,38 @@ def test_full_queue_is_reported_with_retry_after(server_and_player: tuple[Server
         publish(None)
 
 
+def test_gpt_oss_writes_its_channels_with_special_tokens(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|pad|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    text = (
+        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.find "
+        '<|constrain|>json<|message|>{"city": "Bern"}<|pad|>'
+    )
+
+    settings = ApiSettings(
+        port=0,
+        data_dir=tmp_path / "data",
+        base_model=str(model),
+        served_model_name="tiny",
+        chat_template=TEMPLATE.with_name("gpt_oss.jinja"),
+    )
+    with live_api(settings) as server, run_player(settings.data_dir) as player:
+        until(lambda: server.client.get("/api/v1/healthz").status_code == HTTPStatus.OK)
+        player.play = lambda *_: output(tokenizer.encode(text).ids)
+        body = {"messages": TALK, "tools": [ANTHROPIC_TOOL], "output_config": {"effort": "high"}}
+        thinking, call = post(server, MESSAGES, **body).json()["content"]
+        assert (thinking["thinking"], call["name"], call["input"]) == ("I look.", "find", {"city": "Bern"})
+        assert "Reasoning: high" in tokenizer.decode(player.seen[-1].prompt.tolist())
+
+        message = post(server, CHAT, messages=TALK, tools=[OPENAI_TOOL]).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == (None, "I look.")
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Bern"}'
+        completion = post(server, COMPLETIONS, prompt="x").json()["choices"][0]["text"]
+        assert completion.startswith("analysisI look.assistant"), "completions have no special tokens"
+
+
 def test_engine_that_is_away_is_reported(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, data_dir=tmp_path / "data", base_model=str(write_tiny_model(tmp_path / "model")))
     with live_api(settings) as server:

@@ -119,6 +119,7 @@ def _render(service: ChatService, request: CountTokensRequest) -> ChatPrompt:
         [
             ("enable_thinking", "enable_thinking", request.enable_thinking),
             ("thinking.type", "enable_thinking", thinks),
+            ("output_config.effort", "reasoning_effort", None if output is None else output.effort),
         ],
     )
 

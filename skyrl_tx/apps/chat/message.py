@@ -208,7 +208,7 @@ class MessageParser:
         self._block: Block | None = None
         """The block that is open, or None."""
         self._opened_by = ""
-        """The header and the mark that opened the block. Empty once a part of its reasoning was returned."""
+        """The header and the mark that opened the block. Empty once a part of its text was returned."""
 
         # The content that was returned so far
         self._space = ""
@@ -217,6 +217,8 @@ class MessageParser:
         """There was no content so far."""
         self._follows_block = False
         """There was no content since the last block, or since the beginning of the open block."""
+        self._has_text_block = False
+        """A block of kind "content" had text."""
         self.has_calls = False
         """True once the message has a tool call."""
 
@@ -315,15 +317,23 @@ class MessageParser:
         return [*calls]
 
     def _read_text(self, block: Block, text: str) -> list[Part]:
-        """Return text of the open block. White space at the beginning of reasoning is dropped."""
-        if block.kind == "mark":
+        """Return text of the open block.
+
+        White space at the beginning of reasoning is dropped. Blocks of content are separated by an
+        empty line.
+        """
+        if block.kind == "reasoning" and self._opened_by:
+            text = text.lstrip()
+        if block.kind in ("mark", "call") or not text:
             return []
-        if block.kind == "content":
-            self._follows_block = False
-            return _make_text("content", text)
-        text = text.lstrip() if self._opened_by else text
-        self._opened_by = "" if text else self._opened_by
-        return _make_text("reasoning", text)
+
+        is_new, self._opened_by = bool(self._opened_by), ""
+        if block.kind == "reasoning":
+            return [TextPart("reasoning", text)]
+        if is_new and self._has_text_block:
+            text = f"\n\n{text}"
+        self._has_text_block, self._follows_block = True, False
+        return [TextPart("content", text)]
 
     def _release(self, text: str) -> list[Part]:
         """Return text that is certainly content.

@@ -55,6 +55,11 @@ def render_prompt(
     """
     service.text.check()
     template = service.text.template
+
+    # Templates have different names for the variable that turns reasoning on, for example `thinking` in DeepSeek V3.1
+    variables = dict(variables or {})
+    if "enable_thinking" in variables:
+        variables.setdefault("thinking", variables["enable_thinking"])
     prompt = template.render(
         messages,
         tools,

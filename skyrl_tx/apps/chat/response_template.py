@@ -93,19 +93,23 @@ class TemplateParser:
             case "region_chunk" if name == _CALLS:
                 self._call += event["text"]
             case "region_chunk":
-                text = self._space + event["text"]
-                stripped = text.rstrip()
-                self._space = text[len(stripped) :]
-                shown = stripped if self._has_text else stripped.lstrip()
-                self._has_text = self._has_text or bool(shown)
-                is_reasoning = name in _REASONING and self._separates_reasoning
-                if shown:
-                    yield TextPart("reasoning" if is_reasoning else "content", shown)
+                if text := self._strip(event["text"]):
+                    is_reasoning = name in _REASONING and self._separates_reasoning
+                    yield TextPart("reasoning" if is_reasoning else "content", text)
             case "region_close" if name == _CALLS:
                 yield from self._read_calls(event["value"])
                 self._call = ""
             case _:
                 pass
+
+    def _strip(self, text: str) -> str:
+        """Return new text of a region without white space at the beginning and end of the region."""
+        text = self._space + text
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        shown = stripped if self._has_text else stripped.lstrip()
+        self._has_text = self._has_text or bool(shown)
+        return shown
 
     def _read_calls(self, value: Any) -> Iterator[Part]:
         """Yield the tool calls of a region, or its text if they are malformed or there are no tools."""

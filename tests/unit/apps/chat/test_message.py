@@ -158,6 +158,10 @@ HARMONY: dict[str, list[Any]] = {
     "<|channel|>commentary to=functions.find<|message|>{": [
         ("content", "<|channel|>commentary to=functions.find<|message|>{"),
     ],
+    f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{ANALYSIS}<|end|><|start|>assistant"
+    "<|channel|>final<|message|>It is cold.": [
+        *(("content", "I look."), ("reasoning", "I look."), ("content", "\n\nIt is cold.")),
+    ],
     f"{ANALYSIS}<|end|><|start|>assist": [("reasoning", "I look.")],
     ANALYSIS: [("reasoning", "I look.")],
     "no channels\n": [("content", "no channels\n")],

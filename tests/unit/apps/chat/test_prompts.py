@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,19 @@ def test_arguments_that_are_no_json_object_are_refused_by_name(arguments: str) -
     with pytest.raises(FieldError) as caught:
         prompts.convert_openai_message(message, "messages[2]")
     assert caught.value.field == "messages[2].tool_calls[0].function.arguments"
+
+
+def test_reasoning_is_turned_off_under_every_name_of_the_variable() -> None:
+    template = ChatTemplate({"default": "{{ enable_thinking }} {{ thinking }} {{ messages[0].content }}"}, {})
+    text = SimpleNamespace(check=lambda: None, template=template)
+    context = SimpleNamespace(settings=SimpleNamespace(tool_parser="auto"))
+    service: Any = SimpleNamespace(text=text, context=context, response_template=None, encode=lambda *_, **__: [])
+    for variables, rendered in (
+        ({"enable_thinking": False}, "False False Hi!"),
+        ({"enable_thinking": True, "thinking": False}, "True False Hi!"),
+        ({}, "  Hi!"),
+    ):
+        assert prompts.render_prompt(service, [USER], [], variables=variables).text == rendered
 
 
 def test_contradicting_variables_are_refused() -> None:
