@@ -205,6 +205,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="upload the adapter to this server, with the API key in $TINKER_API_KEY, instead of using --data-dir",
     )
+
     parser.add_argument("--name", help="the name of the checkpoint (default: imported)")
     parser.add_argument(
         "--base-model",

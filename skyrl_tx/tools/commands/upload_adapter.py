@@ -6,6 +6,7 @@ The command needs the server's URL and an API key, but no access to its machine.
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -88,6 +89,6 @@ def _call(client: httpx.Client, method: str, url: str, **arguments: Any) -> dict
     except (httpx.HTTPError, ValueError) as error:
         raise CommandError(f"{client.base_url or url}: {error or type(error).__name__}") from error
     if not response.is_success:
-        advice = f"; set ${KEY_VARIABLE} to an API key" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        advice = f"; set ${KEY_VARIABLE} to an API key" if response.status_code == HTTPStatus.UNAUTHORIZED else ""
         raise CommandError(f"the server refused the adapter: {content.get('detail', response.status_code)}{advice}")
     return content
