@@ -1,4 +1,4 @@
-"""Why an engine process ended, whether that was a crash, and whether a restart may help."""
+"""Why an engine process ended, whether that was a crash, and when it is started again."""
 
 import logging
 import signal
@@ -13,6 +13,8 @@ from skyrl_tx.process.signals import EXIT_STATUS
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 
 _log = logging.getLogger(__name__)
+
+_MAX_DELAY_S = 15.0
 
 _CRASH_SIGNALS = {
     signal.SIGSEGV,
@@ -108,3 +110,19 @@ def count_memory_kills() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+class RestartPolicy:
+    """Exponential backoff between restarts, with a limit for starts without progress."""
+
+    def __init__(self, max_starts: int, *, first_delay_s: float = 0.25) -> None:
+        self._max_starts = max_starts
+        self._first_delay_s = first_delay_s
+        self._starts_without_progress = 0
+
+    def compute_next_delay_s(self, *, made_progress: bool) -> float | None:
+        """Return the seconds to wait before the next start, or None to give up."""
+        self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
+        if self._starts_without_progress >= self._max_starts:
+            return None
+        return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)

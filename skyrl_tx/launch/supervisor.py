@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from skyrl_tx.launch.data import (
     refuse_second_engine,
     warn_if_disk_is_full,
 )
-from skyrl_tx.launch.engine_end import EngineEnd
+from skyrl_tx.launch.engine_end import EngineEnd, RestartPolicy
 from skyrl_tx.launch.engine_process import (
     EngineLaunch,
     EngineLocation,
@@ -62,10 +63,14 @@ _GRACE_S = 2
 """Seconds for open calls to get their response when the API stops."""
 _MAX_STARTS = 5
 """Starts in a row without progress before the server gives up. They take less than four seconds."""
-_MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _FULL_COLLECTION_AFTER = 1_000
 """Smaller garbage collections before a full one: practically never, see `tune_garbage_collection`."""
+_THREAD_TURN_S = 0.001
+"""How long a thread of the API may compute while other threads wait; Python's default is 5 ms.
+
+A call waits for such a turn of each computing thread about ten times until it has its response.
+"""
 
 
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
@@ -106,9 +111,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
 
         # Run until a signal.
         engines = [_make_supervisor(start, store, on_ready) for start in starts]
-        tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        with record_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
+        _run_api(settings, store, apps, listener, engines)
     return 0
 
 
@@ -122,10 +125,22 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
         url = get_url(listener, settings.scheme)
         record_artifacts_location(settings)
         _log.info("skyrl_tx %s, API only, at %s, data in %s", __version__, url, settings.data_dir)
-        tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        with record_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, []))
+        _run_api(settings, store, apps, listener, [])
     return 0
+
+
+def _run_api(
+    settings: ServerSettings,
+    store: Store,
+    apps: Sequence[App],
+    listener: socket.socket,
+    engines: Sequence[EngineSupervisor],
+) -> None:
+    """Run the API and watch the engines until a signal."""
+    tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
+    sys.setswitchinterval(_THREAD_TURN_S)
+    with record_notices(store, "api"):
+        asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
 
 
 def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
@@ -353,7 +368,7 @@ async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervi
         engine.stop()
     _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
     if running:
-        _log.warning("the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S)
+        _log.warning("the engine did not stop within %d s and is killed; no acknowledged request is lost", _STOP_S)
         for engine in engines:
             engine.kill()
 
@@ -480,19 +495,3 @@ class EngineSupervisor:
         if not self.was_ready:
             self._on_ready(ready)
         self.was_ready = self._is_ready = True
-
-
-class RestartPolicy:
-    """Exponential backoff between restarts, with a limit for starts without progress."""
-
-    def __init__(self, max_starts: int, *, first_delay_s: float = 0.25) -> None:
-        self._max_starts = max_starts
-        self._first_delay_s = first_delay_s
-        self._starts_without_progress = 0
-
-    def compute_next_delay_s(self, *, made_progress: bool) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up."""
-        self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
-        if self._starts_without_progress >= self._max_starts:
-            return None
-        return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)

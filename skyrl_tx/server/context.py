@@ -263,7 +263,7 @@ async def _read_call(request: Request, caller: Principal, limits: BodyLimits) ->
 # The thread and the memory are free again once the endpoint returns, even if the client is slow to
 # read the response.
 Incoming = Annotated[ApiCall, Depends(read_control, scope="function")]
-IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("heavy_calls")), scope="function")]
+IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("lists")), scope="function")]
 IncomingFiles = Annotated[ApiCall, Depends(_make_reader(attrgetter("weight_files")), scope="function")]
 IncomingImport = Annotated[ApiCall, Depends(_make_reader(attrgetter("adapter_imports")), scope="function")]
 IncomingData = Annotated[ApiCall, Depends(read_data, scope="function")]

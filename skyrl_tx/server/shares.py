@@ -169,10 +169,12 @@ class Shares:
     calls: OwnerBudget
     """Threads for calls that only wait for the database."""
     heavy_calls: OwnerBudget
-    """Threads for calls that compute for long: lists, and the decoding of large bodies.
+    """Threads for calls that decode large bodies."""
+    lists: OwnerBudget
+    """Threads for calls that return lists.
 
-    Threads that compute take turns, and each turn takes 5 ms. So with two threads of one owner, a
-    call of another owner waits up to 10 ms for each of its turns.
+    Only one thread can compute at a time, so a second one would not finish the lists of an owner
+    earlier, but it would double the time that calls of other owners wait.
     """
     result_readers: OwnerBudget
     """Threads that read and encode results.
@@ -203,6 +205,7 @@ class Shares:
         return cls(
             calls=share_threads(num_threads * 2 // 3, num_threads // 4),
             heavy_calls=share_threads(6, 2),
+            lists=share_threads(4, 1),
             result_readers=share_threads(4, 2),
             weight_files=share_threads(8, 2),
             adapter_imports=share_threads(2, 1),

@@ -51,7 +51,8 @@ TABLES: tuple[PageTable, ...] = (
 _THREADS = 4
 """Number of threads that render pages. They are separate from the threads of API requests.
 
-One visitor may use half of them.
+One visitor may use one of them: only one thread can compute at a time, so more threads of one visitor
+would not finish earlier, but would delay the calls of other owners.
 """
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
@@ -107,7 +108,7 @@ class Console:
         self._context = context
         self._sessions = ConsoleSessions(context.authenticator, context.store, context.signing_key)
         self._limiter = CapacityLimiter(_THREADS)
-        self._pages = OwnerBudget(_THREADS, per_owner=_THREADS // 2, unit="pages")
+        self._pages = OwnerBudget(_THREADS, per_owner=1, unit="pages")
         self._failed_logins = FailedLogins(context.store)
         self.static = StaticFiles.load()
         self._templates = load_templates(self.static)

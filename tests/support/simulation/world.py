@@ -22,7 +22,7 @@ from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch import engine_process, supervisor
 from skyrl_tx.launch.command import load_engine_extensions
-from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
+from skyrl_tx.launch.engine_end import EngineEnd, EngineLost, RestartPolicy
 from skyrl_tx.process import failpoints
 from skyrl_tx.server import app
 from skyrl_tx.server import context as api_context
@@ -383,7 +383,7 @@ class World:
 
         supervised = supervisor.EngineSupervisor(
             lambda: EngineProcess(self, loop, parent),  # pyright: ignore
-            supervisor.RestartPolicy(_MAX_STARTS),
+            RestartPolicy(_MAX_STARTS),
             on_ready=lambda _: None,
             record_end=record_end,
         )

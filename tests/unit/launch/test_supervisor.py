@@ -9,8 +9,8 @@ import pytest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch import supervisor
-from skyrl_tx.launch.engine_end import EngineEnd
-from skyrl_tx.launch.supervisor import EngineSupervisor, RestartPolicy
+from skyrl_tx.launch.engine_end import EngineEnd, RestartPolicy
+from skyrl_tx.launch.supervisor import EngineSupervisor
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake.backend import FakeBackend

@@ -99,6 +99,7 @@ def test_another_owners_call_is_admitted_while_an_owner_has_its_share() -> None:
         budgets = {
             shares.calls: (1, 25),
             shares.heavy_calls: (1, 2),
+            shares.lists: (1, 1),
             shares.result_readers: (1, 2),
             shares.weight_files: (1, 2),
             shares.decoded_bodies: (10 * MIB, 100 * MIB),
@@ -116,7 +117,7 @@ def test_another_owners_call_is_admitted_while_an_owner_has_its_share() -> None:
                 await holder.end()
             assert budget.num_reserved == 0
 
-        threads = shares.calls, shares.heavy_calls, shares.result_readers, shares.weight_files
+        threads = shares.calls, shares.heavy_calls, shares.lists, shares.result_readers, shares.weight_files
         assert sum(budget.total for budget in threads) < 100, "a thread is left for authentication"
 
     run(test)
