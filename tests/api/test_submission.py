@@ -12,10 +12,11 @@ import pytest
 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.server.routes import sampling as sampling_routes
 from skyrl_tx.server.submission import sampling, wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
-from skyrl_tx.store import sampling_sessions
-from skyrl_tx.store.tables import SamplingSessionRow
+from skyrl_tx.store import engine_state, sampling_sessions
+from skyrl_tx.store.tables import EngineStateRow, SamplingSessionRow
 from tests.support.live_api import Server
 from tests.support.polling import until
 
@@ -282,3 +283,41 @@ def test_a_waiting_ephemeral_save_reserves_its_sampling_session(server: Server) 
     )
     assert taken.status_code == 400 and "sampling_session_seq_id 7: is in use" in taken.json()["detail"]
     assert free.status_code == 200
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_it_is_stored(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_routes, "_LARGE_BYTES", 2**10)
+    row = EngineStateRow(
+        boot_id="boot",
+        pid=1,
+        status="ready",
+        capabilities={"max_context_length": 60_000},
+        base_models=[],
+        updated_at=time.time(),
+    )
+    server.store.write(lambda tx: engine_state.publish(tx, row))
+
+    def send(length: int) -> requests.Request:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [7] * length}]}
+        body = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {}, "num_samples": 1}
+        answer = server.post("asample", **body)
+        assert answer.status_code == 200, answer.text
+        return server.read_request(answer.json()["request_id"])
+
+    sampler = base_sampler(server)
+    stored = send(60_000)
+    assert isinstance(stored, requests.Sample) and stored.prompt.size == 60_000
+    refused = send(60_001)
+    assert isinstance(refused, requests.Rejected)
+    assert refused.message.startswith("prompt has 60001 tokens, which exceeds the context of 60000 tokens")
+
+
+def test_a_wrong_token_in_a_long_prompt_is_named(server: Server) -> None:
+    tokens = [7] * 40_000
+    tokens[30_001] = "x"
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    body = {"sampling_session_id": base_sampler(server), "prompt": prompt, "sampling_params": {}, "num_samples": 1}
+    refused = server.read_request(server.post("asample", **body).json()["request_id"])
+    assert isinstance(refused, requests.Rejected) and "prompt.chunks.0.tokens.30001" in refused.message

@@ -1,8 +1,11 @@
 """Endpoints for sampling sessions and sample requests."""
 
+from typing import cast
+
 from fastapi import APIRouter
 from sqlmodel import Session
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.numbers import MAX_SAMPLES
@@ -16,10 +19,14 @@ from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store import futures, sampling_sessions, sessions
+from skyrl_tx.store import engine_state, futures, sampling_sessions, sessions
+from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SamplingSessionRow
 
 router = APIRouter()
+
+_LARGE_BYTES = 2**20
+"""The prompts of larger bodies are compared with the context before they are stored."""
 
 
 @router.post("/create_sampling_session", openapi_extra=describe_body(schemas.CreateSamplingSessionRequest))
@@ -96,6 +103,8 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         row, owner = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, session_id))
 
         def translate(schema: schemas.AsampleRequest) -> Submission:
+            if len(call.body.raw) > _LARGE_BYTES:
+                _check_prompt_length(call.store, schema)
             sample = sampling.translate_sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
             return (
                 sample.replace_request(_reject_dropped_sampler(row))
@@ -137,6 +146,18 @@ def _find_direct_session(call: ApiCall, ids: SampleRequestIds) -> SamplingSessio
     base_model, path = _read_weights(call, ids.base_model, ids.model_path)
     row = direct_sessions.find_or_create_sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)
     return row.sampling_session_id
+
+
+def _check_prompt_length(store: Store, schema: schemas.AsampleRequest) -> None:
+    """Raise UserError if a prompt is longer than the context.
+
+    The engine would refuse it, too, but only after both processes have stored and read it.
+    """
+    state = store.read(engine_state.get)
+    limit = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
+    length = sum(len(chunk.tokens or ()) for chunk in schema.prompt.chunks)
+    if limit is not None and length > limit:
+        raise UserError(f"prompt has {length} tokens, which exceeds the context of {limit} tokens; shorten the prompt")
 
 
 def _reject_dropped_sampler(row: SamplingSessionRow) -> Rejected:

@@ -26,6 +26,7 @@ _DTYPES: dict[int, str] = {
 }
 _DTYPE_CODES = {name: code for code, name in _DTYPES.items()}
 _MAX_DIMS = 8
+_NUMBERS_PER_SLICE = 2**16
 _MAX_EMPTY = 2**31 - 1
 """Maximum product of the nonzero sizes of an empty array. NumPy has a limit, too."""
 
@@ -146,8 +147,11 @@ def from_numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray
     if values and isinstance(values[0], float) and dtype in ("int32", "int64"):
         return make_integers(values, dtype, where)
     try:
+        array: NumberArray = np.empty(len(values), dtype)
         with np.errstate(over="ignore"):
-            return np.array(values, dtype=dtype)
+            for start in range(0, len(values), _NUMBERS_PER_SLICE):  # other threads run between slices
+                array[start : start + _NUMBERS_PER_SLICE] = values[start : start + _NUMBERS_PER_SLICE]
+        return array
     except (OverflowError, ValueError, TypeError) as error:
         raise UserError(f"{where}: not all values are {dtype}: {error}") from error
 
