@@ -31,7 +31,7 @@ def explain_os_error(error: OSError, about: Path | None = None) -> str:
         return f"{about}: {file or path} is a file, not a directory"
 
     # No permission.
-    blocker = find_blocker(path) if error.errno in (errno.EACCES, errno.EPERM) else None
+    blocker = find_blocker(path) if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else None
     if blocker is None:
         return f"{about}: {error.strerror or error}"
     return f"{about}: {'' if blocker == about else f'{blocker} '}{describe_owner(blocker)}"
@@ -55,6 +55,8 @@ def _has_access(path: Path, needed: int) -> bool:
 
 def describe_owner(path: Path) -> str:
     """Return the owner and mode of a path, and what a user without access can do."""
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return "is on a file system that is mounted read-only: use a directory that can be written"
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == os.geteuid():

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
-from sqlalchemy import ColumnElement, CursorResult, Engine, Executable, bindparam, make_url
+from sqlalchemy import URL, ColumnElement, CursorResult, Engine, Executable, bindparam, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Mapped
 from sqlalchemy.sql.selectable import TypedReturnsRows
@@ -282,14 +282,21 @@ def restore(source: Path, data_dir: Path, url: str | None = None) -> None:
         raise dialect.explain(error) from error
 
 
-def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
-    if url is None:
-        return Sqlite(data_dir / DATABASE_NAME, data_dir, busy_timeout_s)
+def parse_url(url: str) -> URL:
+    """Parse the URL of a database. Raises StoreError, without the password in its message."""
     try:
         parsed = make_url(url)
     except ArgumentError:
         raise StoreError("database url: not a URL; use for example postgresql://user:password@host/name") from None
+    if "@" in (parsed.host or ""):  # the part of the password after its first '@' counts as the host
+        raise StoreError("database url: the password contains '@', which a URL must spell as %40")
+    return parsed
 
+
+def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
+    if url is None:
+        return Sqlite(data_dir / DATABASE_NAME, data_dir, busy_timeout_s)
+    parsed = parse_url(url)
     match parsed.get_backend_name():
         case "sqlite" if parsed.database and parsed.database != ":memory:":
             return Sqlite(Path(parsed.database), data_dir, busy_timeout_s)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, create_engine, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.process.units import format_bytes
 from skyrl_tx.store import keys
-from skyrl_tx.store.database import Store
+from skyrl_tx.store.database import Store, parse_url
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.schema import HEAD, Schema, read_schema
@@ -29,6 +28,7 @@ _SLOW_ROUND_TRIP_S = 0.005
 _MAX_CLOCK_GAP_S = 5.0
 _SIZE_QUERY = "SELECT pg_database_size(current_database())"
 _UPGRADE = "take a backup, then start the server"
+_DATABASE_FIRST = "do what this command says about the database, then run it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
     # Can the database be read at all?
     try:
         described = _describe(settings)
-    except (ArgumentError, DBAPIError, StoreError, OSError, ImportError) as problem:
+    except (DBAPIError, StoreError, OSError, ImportError) as problem:
         cause = getattr(problem, "orig", None) or problem
         yield error(
             "database",
@@ -74,13 +74,13 @@ def is_current(settings: ServerSettings) -> bool:
     """Return whether this release can use the database as it is."""
     try:
         described = _describe(settings)
-    except (ArgumentError, DBAPIError, StoreError, OSError, ImportError):
+    except (DBAPIError, StoreError, OSError, ImportError):
         return False
     return described is not None and described.schema.is_usable
 
 
 def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
-    """Check who can use the server. `store` is None if the database cannot be opened."""
+    """Check who can use the server. `store` is None if there is no database, or this release cannot open it."""
     if settings.make_api_settings().is_loopback:
         return
     address = f"--host {settings.host}"
@@ -95,6 +95,10 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
             f"{address} with --no-auth: everybody who can reach the server is an admin",
             "create API keys and omit --no-auth",
         )
+
+    # Without a database, there are no keys.
+    elif store is None and _has_database(settings):
+        yield warning("access", f"{address}: the database was not opened, so its keys are not known", _DATABASE_FIRST)
     elif store is None or not store.read(has_key):
         yield error(
             "access",
@@ -121,10 +125,16 @@ def _describe(settings: ServerSettings) -> _DatabaseDescription | None:
     return _describe_sqlite(path) if path.is_file() else None
 
 
+def _has_database(settings: ServerSettings) -> bool:
+    """Return whether there is a database. PostgreSQL counts as one, even if it is empty."""
+    is_sqlite = settings.store_url is None or settings.store_url.startswith("sqlite")
+    return not is_sqlite or _get_sqlite_path(settings).is_file()
+
+
 def _get_sqlite_path(settings: ServerSettings) -> Path:
     if settings.store_url is None:
         return settings.data_dir / DATABASE_NAME
-    return Path(make_url(settings.store_url).database or "")
+    return Path(parse_url(settings.store_url).database or "")
 
 
 def _describe_sqlite(path: Path) -> _DatabaseDescription:
@@ -153,7 +163,7 @@ def _describe_sqlite(path: Path) -> _DatabaseDescription:
 
 
 def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
-    url = make_url(settings.store_url or "").set(drivername="postgresql+psycopg")
+    url = parse_url(settings.store_url or "").set(drivername="postgresql+psycopg")
     engine = create_engine(url.set(query={"connect_timeout": "5", **url.query}))
     try:
         with engine.connect() as connection:
@@ -236,6 +246,6 @@ def _describe_url(settings: ServerSettings) -> str:
     if settings.store_url is None:
         return str(settings.data_dir / DATABASE_NAME)
     try:
-        return make_url(settings.store_url).set(query={}).render_as_string(hide_password=True)
-    except ArgumentError:
+        return parse_url(settings.store_url).set(query={}).render_as_string(hide_password=True)
+    except StoreError:
         return "--database-url"

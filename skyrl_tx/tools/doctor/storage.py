@@ -1,5 +1,6 @@
 """Checks of storage: the data directory and its disk, the compile cache, the object store, and all artifacts."""
 
+import errno
 import os
 import statistics
 import tempfile
@@ -74,7 +75,11 @@ def check_data_dir(subject: ExaminedServer) -> Iterator[Finding]:
         times = _measure_fsync(directory)
     except OSError as problem:
         what = f"{data_dir} cannot be written" if data_dir.is_dir() else f"{data_dir} cannot be created in {directory}"
-        yield error("disk", f"{what}: {problem.strerror}", "change its owner or mode, or choose another --data-dir")
+
+        # A read-only file system needs other advice.
+        is_readonly = problem.errno == errno.EROFS
+        advice = "mount the file system with write access" if is_readonly else "change its owner or mode"
+        yield error("disk", f"{what}: {problem.strerror}", f"{advice}, or choose another --data-dir")
         return
     median, slowest = statistics.median(times), max(times)
     message = (
@@ -255,10 +260,14 @@ def examine_artifacts(store: Store, artifacts: ArtifactStore, *, with_hashes: bo
     Hashes of local artifacts are checked if `with_hashes`. For artifacts in an object store only the sizes of files are
     compared, because their hashes are checked whenever they are read.
     """
-    # The database, and whether the artifacts belong to it.
-    is_known = not artifacts.list_ids() or identity.is_current(store.read(identity.get), artifacts.read_identity())
+    # The database, and whether the artifacts belong to it. If neither has an identity, no engine of this release has
+    # started yet, so there is nothing to compare.
+    own, recorded = store.read(identity.get), artifacts.read_identity()
+    is_comparable = bool(artifacts.list_ids()) and (own is not None or recorded is not None)
     report = ArtifactReport(
-        damage=store.find_damage(), is_foreign=not is_known, num_trashed=len(artifacts.list_ids(trashed=True))
+        damage=store.find_damage(),
+        is_foreign=is_comparable and not identity.is_current(own, recorded),
+        num_trashed=len(artifacts.list_ids(trashed=True)),
     )
 
     # All artifacts.

@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,3 +46,13 @@ def test_an_unknown_user_lives_at_the_root(monkeypatch: pytest.MonkeyPatch) -> N
     assert get_home() == Path("/")
     monkeypatch.setattr(paths.pwd, "getpwuid", {}.__getitem__)
     assert "belongs to user" in paths.describe_owner(Path("/")) or os.geteuid() == 0
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_has_access", lambda path, needed: not needed & os.W_OK)
+    monkeypatch.setattr(paths.os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    error = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "new"))
+    assert explain_os_error(error) == (
+        f"{tmp_path / 'new'}: {tmp_path} is on a file system that is mounted read-only: use a directory that can be "
+        "written"
+    )

@@ -172,6 +172,9 @@ def test_error_names_an_unsupported_database(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a URL") as refused:
         Store.open(tmp_path, role="api", url="secret")
     assert "secret" not in str(refused.value)
+    with pytest.raises(StoreError, match="the password contains '@', which a URL must spell as %40") as refused:
+        Store.open(tmp_path, role="api", url="postgresql://ann:top@secret@host/db")
+    assert "secret" not in str(refused.value)
 
 
 def test_a_database_file_outside_the_data_directory(tmp_path: Path) -> None:

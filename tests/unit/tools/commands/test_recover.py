@@ -261,3 +261,13 @@ def test_recover_names_an_unknown_artifact(trained, capsys) -> None:
     data_dir, _, _ = trained
     status, _, err = skyrl_tx(capsys, "recover", "art-" + "0" * 32, "--data-dir", data_dir)
     assert status == 1 and "neither unclaimed nor in the trash" in err
+
+
+def test_doctor_compares_nothing_before_an_engine_has_claimed_the_artifacts(trained, capsys) -> None:
+    """An older release records no identity, and a start may be refused before the engine records one."""
+    data_dir, _, _ = trained
+    with closing(sqlite3.connect(data_dir / "skyrl_tx.db")) as connection, connection:
+        connection.execute("DELETE FROM identity")
+    assert doctor(capsys, data_dir)[0]["artifacts"] == "warning", "only the database has lost its identity"
+    (data_dir / "artifacts" / "identity.json").unlink()
+    assert doctor(capsys, data_dir)[0]["artifacts"] == "ok"

@@ -91,6 +91,15 @@ def test_access(subject, data_dir) -> None:
     assert check_levels("--host", "0.0.0.0") == ["ok", "warning"], "without TLS"
 
 
+def test_keys_of_a_database_that_cannot_be_opened_are_not_known(subject, data_dir) -> None:
+    settings = subject("--host", "0.0.0.0", "--trusted-proxies", "10.0.0.1").settings
+    (data_dir / "skyrl_tx.db").unlink(missing_ok=True)
+    assert "there are no API keys" in next(database.check_access(settings, None)).message
+    (data_dir / "skyrl_tx.db").touch()
+    (found,) = database.check_access(settings, None)
+    assert found.level == "warning" and "its keys are not known" in found.message
+
+
 def test_postgresql(subject, postgresql_url, monkeypatch, tmp_path) -> None:
     flags = ("--database-url", postgresql_url)
     Store.open(tmp_path / "data", role="tool", url=postgresql_url).close()
