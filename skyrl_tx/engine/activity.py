@@ -5,6 +5,7 @@ watchdog thread compares the current activity with its time limit. `DeviceClock`
 device's time among requests.
 """
 
+import logging
 import threading
 import time
 from collections import Counter, defaultdict
@@ -19,6 +20,8 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process.signals import ServiceThread
 
+_log = logging.getLogger(__name__)
+
 HOST_WORK = "scheduling and storing requests"
 _MAX_SUBJECTS = 3
 _GROWTH = 1.1
@@ -26,6 +29,7 @@ _LONG_S = 0.1
 """Micro-batches up to this time make samples wait so briefly that one slice after each is enough."""
 
 _PERIOD_S = 1.0
+_LOG_EVERY_S = 5.0
 _CHECKS_PER_LIMIT = 4
 _Phase = Literal["step", "compile"]
 _NOTHING_SPENT: dict[_Phase, float] = {"step": 0.0, "compile": 0.0}
@@ -332,8 +336,13 @@ class Watchdog:
         # loads weights and compiles most programs.
         is_long = current.is_limited and (current.name == "start" or self._backend.is_compiling())
         phase: _Phase = "compile" if is_long else "step"
-        spent_s = self._spent_s[phase] + min(elapsed_s, time.monotonic() - current.started_at)
+        before_s = self._spent_s[phase]
+        spent_s = before_s + min(elapsed_s, time.monotonic() - current.started_at)
         self._spent_s = {**self._spent_s, phase: spent_s}
+
+        # Say why nothing else seems to happen. The backend itself logs the progress of its start.
+        if phase == "compile" and current.name != "start" and before_s // _LOG_EVERY_S < spent_s // _LOG_EVERY_S:
+            _log.info("%s has been compiling for %.0f s, because its shapes are new", current, spent_s)
 
         # Report an activity above its limit.
         limit = self._limits[phase]

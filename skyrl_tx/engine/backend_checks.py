@@ -11,15 +11,33 @@ from typing import Any, cast
 import numpy as np
 
 from skyrl_tx.contract.arrays import NumberArray
+from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import ServerError
+from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import PassResult, SampledSequence
+from skyrl_tx.process.setup import CannotServe
 
 LORA_TARGETS = frozenset({"attn", "mlp", "unembed"})
 
 _log = logging.getLogger(__name__)
+
+
+def start_backend(backend: AbstractBackend) -> Capabilities:
+    """Start a backend, and check what it returns.
+
+    Errors about a wrong model, path or setting keep their type. Raises CannotServe for other
+    errors, and ServerError for wrong capabilities.
+    """
+    try:
+        capabilities = backend.start()
+    except (RequestError, OSError, ValueError, BackendLost):
+        raise
+    except Exception as error:
+        raise CannotServe(f"start() of the backend failed: {type(error).__name__}: {error}") from error
+    check_capabilities(capabilities)
+    return capabilities
 
 
 def check_capabilities(capabilities: Any) -> None:

@@ -18,7 +18,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine import handlers, membership
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, Watchdog, monitor_backend
 from skyrl_tx.engine.admission import Admission
-from skyrl_tx.engine.backend_checks import check_capabilities
+from skyrl_tx.engine.backend_checks import start_backend
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
@@ -158,8 +158,7 @@ class Engine:
 
     def _start_backend(self, backend: AbstractBackend) -> Capabilities:
         started = time.monotonic()
-        capabilities = backend.start()
-        check_capabilities(capabilities)
+        capabilities = start_backend(backend)
         _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
         return capabilities
 

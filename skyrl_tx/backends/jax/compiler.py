@@ -182,6 +182,8 @@ class Compiler(Generic[Key]):
             self._likely.clear()
             self._needed.clear()
             self._lock.notify_all()
+            if self._running:
+                log.info("waiting for %d programs to be compiled: XLA cannot be interrupted", len(self._running))
         for thread in self._threads if self._is_started else ():
             thread.join()
 

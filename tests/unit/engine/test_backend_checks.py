@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.errors import ServerError
+from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 
@@ -129,4 +130,13 @@ def test_faulty_capabilities_end_the_start(harness, change, message):
             return change(super().start())
 
     with pytest.raises(ServerError, match=message):
+        harness.run(backend=Backend("tiny", harness.config))
+
+
+def test_an_error_of_start_names_the_backend(harness):
+    class Backend(FakeBackend):
+        def start(self):
+            raise KeyError("weights.embed")
+
+    with pytest.raises(CannotServe, match=r"start\(\) of the backend failed: KeyError: 'weights.embed'"):
         harness.run(backend=Backend("tiny", harness.config))

@@ -176,3 +176,20 @@ def test_an_error_while_the_backend_starts_is_not_taken_for_a_lost_device(activi
         monitor_backend(CannotStart("fake", FakeConfig()), activity).start()
     end = EngineEnd.from_error(raised.value)
     assert end.is_final and not end.is_crash and end.message.startswith("/models/config.json: ")
+
+
+def test_long_compilations_are_logged(slow, activity, guard, later, caplog):
+    caplog.set_level("INFO", "skyrl_tx")
+
+    def compile_program():
+        slow.compiles = True
+        for _ in range(12):
+            later(1.0, guard)
+        slow.compiles = False
+        later(7.0, guard)
+
+    slow.during = compile_program
+    monitor_backend(slow, activity).clear_gradient("m")
+    assert [record.message for record in caplog.records] == [
+        f"clear_gradient (m) has been compiling for {seconds} s, because its shapes are new" for seconds in (5, 10)
+    ]
