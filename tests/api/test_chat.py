@@ -219,6 +219,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         "enable_thinking: sets enable_thinking of the chat template to False",
     ),
     "penalty": (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, HTTPStatus.BAD_REQUEST, "presence_penalty 1"),
+    "min_tokens": (COMPLETIONS, {"prompt": "a", "min_tokens": 5}, HTTPStatus.BAD_REQUEST, "min_tokens 5: this server"),
     "bias": (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, HTTPStatus.BAD_REQUEST, "logit_bias"),
     "best_of": (COMPLETIONS, {"prompt": "a", "best_of": 3}, HTTPStatus.BAD_REQUEST, "best_of 3: must be equal to n"),
     "suffix": (COMPLETIONS, {"prompt": "a", "suffix": "b"}, HTTPStatus.BAD_REQUEST, "suffix 'b'"),

@@ -59,6 +59,7 @@ class GenerationFields(WireModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
+    min_tokens: Int | None = None
     logit_bias: dict[str, float] | None = None
     best_of: Int | None = None
     # Without effect on the result
@@ -329,7 +330,13 @@ def _refuse_unknown(value: object, where: str) -> None:
         _refuse_unknown(getattr(value, name), f"{prefix}{name}")
 
 
-_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
+_NEUTRAL = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+}
 """The only supported values of these fields. They do not change the result."""
 
 
