@@ -247,7 +247,7 @@ def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedP
     made = post(server, MESSAGES, **body).json()
     assert made["stop_reason"] == "tool_use" and made["usage"]["cache_read_input_tokens"] == 2
     thinking, text, call = made["content"]
-    assert (thinking["type"], thinking["thinking"]) == ("thinking", "I look.")
+    assert (thinking["type"], thinking["thinking"], thinking["signature"]) == ("thinking", "I look.", "unsigned")
     assert text == {"type": "text", "text": "Let me see."}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "find", {"city": "Bern"})
 
@@ -256,9 +256,24 @@ def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedP
     assert opened == ["thinking", "text", "tool_use"]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == "I look."
+    assert [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"] == ["unsigned"]
     assert "".join(delta.get("text", "") for delta in deltas) == "Let me see."
     assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"city": "Bern"}
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2]
+
+
+def test_client_can_ask_for_one_call_per_message(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
+    player.play = reply(f"{CALL}\n{CALL}<|im_end|>")
+    body = {"messages": TALK, "tools": [OPENAI_TOOL]}
+    assert len(post(server, CHAT, **body).json()["choices"][0]["message"]["tool_calls"]) == 2
+    choice = post(server, CHAT, **body, parallel_tool_calls=False).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+
+    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    events = stream_events(server, MESSAGES, messages=TALK, tools=[ANTHROPIC_TOOL], **one)
+    opened = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert opened == ["tool_use"] and events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
 def test_calls_are_text_without_tools_and_reasoning_on_request(

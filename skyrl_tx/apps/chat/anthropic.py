@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
-from skyrl_tx.apps.chat.message import Part, TextPart
+from skyrl_tx.apps.chat.message import Part, TextPart, keep_first_call
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import (
@@ -26,6 +26,9 @@ from skyrl_tx.apps.chat.text import ContextTooLong
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
+
+_SIGNATURE = "unsigned"
+"""Clients do not send reasoning back in the next request if its signature is empty."""
 
 
 async def create_message(request: Request) -> Response:
@@ -84,7 +87,10 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         marks=prompt.form.marks,
         kind=sessions.ANTHROPIC,
     )
-    return _Message(request.model, prompt, prepared)
+    choice = request.tool_choice
+    return _Message(
+        request.model, prompt, prepared, has_one_call=choice is not None and bool(choice.disable_parallel_tool_use)
+    )
 
 
 def _render(service: ChatService, request: CountTokensRequest) -> ChatPrompt:
@@ -141,8 +147,10 @@ class _Message(ChatReply):
 
     form = "anthropic"
 
-    def __init__(self, model: str, prompt: ChatPrompt, prepared: ChatRequest) -> None:
+    def __init__(self, model: str, prompt: ChatPrompt, prepared: ChatRequest, *, has_one_call: bool) -> None:
+        """With `has_one_call`, tool calls after the first are left out."""
         super().__init__([prepared], is_streamed=prepared.is_streamed)
+        self._has_one_call = has_one_call
         self._parser = prompt.create_parser(separates_reasoning=True)
         self._parts: list[Part] = []
         self._finish = Finish("length")
@@ -159,7 +167,9 @@ class _Message(ChatReply):
     def _read(self, delta: Delta) -> list[Part]:
         """Parse the new text and return its parts. Records how the sample finished."""
         self._finish = delta.finish or self._finish
-        return self._parser.feed(delta.text, is_last=delta.finish is not None)
+        had_calls = self._parser.has_calls
+        parts = self._parser.feed(delta.text, is_last=delta.finish is not None)
+        return keep_first_call(parts, had_calls=had_calls) if self._has_one_call else parts
 
     def add(self, prompt_index: int, delta: Delta) -> None:
         """Collect the parts of the message."""
@@ -214,6 +224,9 @@ class _Message(ChatReply):
             yield {"type": "content_block_delta", "index": self._block_index, "delta": _make_delta(part)}
 
     def _close_block(self) -> Iterator[JsonObject]:
+        if self._block_kind == "reasoning":
+            signature = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield {"type": "content_block_delta", "index": self._block_index, "delta": signature}
         if self._block_kind is not None:
             yield {"type": "content_block_stop", "index": self._block_index}
             self._block_kind = None
@@ -263,5 +276,7 @@ def _make_blocks(parts: Sequence[Part]) -> list[JsonObject]:
             if not isinstance(last, TextPart) or last.kind != part.kind:
                 blocks.append(_open_block(part))
             blocks[-1][name] = f"{blocks[-1][name]}{part.text}"
+            if name == "thinking":
+                blocks[-1]["signature"] = _SIGNATURE
         last = part
     return blocks

@@ -7,7 +7,7 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
-from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart
+from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, keep_first_call
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
@@ -89,12 +89,6 @@ def _check(request: ChatCompletionRequest) -> None:
         "constrain decoding",
         field="tool_choice",
     )
-    require(
-        request.parallel_tool_calls is not False,
-        "parallel_tool_calls false: is not supported, because this server does not constrain decoding; remove it",
-        field="parallel_tool_calls",
-    )
-
     form = request.response_format
     require(
         form is None or form.type == "text",
@@ -139,6 +133,8 @@ class _Choice:
     """One choice of the response while it is being sampled."""
 
     parser: MessageParser | TemplateParser
+    has_one_call: bool = False
+    """Tool calls after the first are left out."""
     parts: list[Part] = field(default_factory=list[Part])
     tokens: list[int] = field(default_factory=list[int])
     scored: list[Delta] = field(default_factory=list[Delta])
@@ -153,7 +149,10 @@ class _Choice:
         The reason is "tool_calls" if the message has tool calls and the sample was not cut off by
         `max_tokens`.
         """
+        had_calls = self.parser.has_calls
         parts = self.parser.feed(delta.text, is_last=delta.finish is not None)
+        if self.has_one_call:
+            parts = keep_first_call(parts, had_calls=had_calls)
         if delta.finish is not None:
             is_call = self.parser.has_calls and delta.finish.reason == "stop"
             self.finish_reason = "tool_calls" if is_call else delta.finish.reason
@@ -177,7 +176,8 @@ class _ChatCompletion(OpenAiReply):
         self._has_described_prompt = False
         separates = request.separate_reasoning is not False
         self._choices = [
-            _Choice(prompt.create_parser(separates_reasoning=separates)) for _ in range(prepared.num_samples)
+            _Choice(prompt.create_parser(separates_reasoning=separates), request.parallel_tool_calls is False)
+            for _ in range(prepared.num_samples)
         ]
 
     def add(self, prompt_index: int, delta: Delta) -> None:

@@ -350,5 +350,11 @@ class MessageParser:
         return _make_text("content", content)
 
 
+def keep_first_call(parts: Sequence[Part], *, had_calls: bool) -> list[Part]:
+    """Return the parts without tool calls after the first. With `had_calls`, earlier parts had a call."""
+    first = next((part for part in parts if isinstance(part, ToolCall)), None)
+    return [part for part in parts if isinstance(part, TextPart) or (part is first and not had_calls)]
+
+
 def _make_text(kind: Literal["reasoning", "content"], text: str) -> list[Part]:
     return [TextPart(kind, text)] if text else []
