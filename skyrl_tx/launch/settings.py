@@ -226,11 +226,14 @@ def list_short_flags(on_broken: Callable[[UserError], object] = lambda _: None) 
         *(("backend", spec) for spec in list_specs(BACKEND_GROUP, "backend", BackendSpec, on_broken).values()),
         *(("sampler", spec) for spec in list_specs(SAMPLER_GROUP, "sampler", SamplerSpec, on_broken).values()),
     ]
-    return {
-        flag: ShortFlag(kind, field, spec.config.model_fields[field])
-        for kind, spec in specs
-        for flag, field in spec.flags.items()
-    }
+    shorts: dict[str, ShortFlag] = {}
+    for kind, spec in specs:
+        for flag, field in spec.flags.items():
+            if field in spec.config.model_fields:
+                shorts[flag] = ShortFlag(kind, field, spec.config.model_fields[field])
+            else:
+                on_broken(UserError(f"flags[{flag!r}]: {spec.config.__name__} has no field {field!r}"))
+    return shorts
 
 
 def make_settings_class(

@@ -57,7 +57,8 @@ def test_other_bodies_than_data_have_a_mebibyte(server: Server, endpoint: str, s
 def test_json_of_a_pass_has_a_quarter_of_the_limit(server: Server) -> None:
     quarter = server.settings.max_request_bytes // 4
     answer = server.client.post("/api/v1/forward_backward", content=b" " * (quarter + 1))
-    assert answer.status_code == 413 and f"takes at most {quarter}" in answer.json()["detail"]
+    assert answer.status_code == 413 and f"takes at most {quarter} for" in answer.json()["detail"]
+    assert answer.json()["detail"].endswith("(a quarter of --max-request-bytes, because it is JSON)")
 
 
 @pytest.mark.parametrize("num_names", [64, 65])

@@ -48,6 +48,8 @@ class BodyLimits:
     The SDK sends at most 1,024 datums per request, with about 24 parts each and 2 more for each
     provenance span.
     """
+    reason: str = ""
+    """Where the maximum size comes from, for the error of a larger body."""
 
     @classmethod
     def from_content_type(cls, max_bytes: int, content_type: str) -> "BodyLimits":
@@ -56,8 +58,9 @@ class BodyLimits:
         The limits for JSON are lower, because every number in it becomes a Python object.
         """
         if _is_protobuf(content_type):
-            return cls(max_bytes)
-        return cls(min(max_bytes, max(max_bytes // 4, 2**20)), max_parts=2**17)
+            return cls(max_bytes, reason=" (--max-request-bytes)")
+        reason = " (a quarter of --max-request-bytes, because it is JSON)"
+        return cls(min(max_bytes, max(max_bytes // 4, 2**20)), max_parts=2**17, reason=reason)
 
 
 CONTROL_LIMITS = BodyLimits(max_bytes=2**20, max_parts=2**14)
@@ -235,7 +238,7 @@ async def read_body(request: Request, limits: BodyLimits) -> Body:
             raise too_large(f"body of more than {size} bytes; this server takes at most {max_bytes}", _CLOSE)
     if size > max_bytes:
         path: str = request.scope["path"]
-        raise too_large(f"body of {size} bytes; this server takes at most {max_bytes} for {path}")
+        raise too_large(f"body of {size} bytes; this server takes at most {max_bytes} for {path}{limits.reason}")
 
     headers = request.headers
     return Body(

@@ -199,6 +199,10 @@ def _read_result(
     if state.result is None:
         return None
 
-    result = codec.decode(state.result)
+    try:
+        result = codec.decode(state.result)
+    except codec.CodecError as error:  # for example, a newer release wrote it
+        message = f"request_id {quote_value(request_id)}: its stored result cannot be read: {error}"
+        result = results.Failure(message=message, category=ErrorCategory.SERVER)
     assert isinstance(result, results.Result)
     return make_result_response(result, accept)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from pydantic import BaseModel
 
 from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends import registry
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.launch import settings as settings_module
 from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.launcher import EngineStarts, LauncherSpec
 from skyrl_tx.launch.settings import SettingsError, list_short_flags
@@ -70,6 +73,14 @@ def test_short_names_come_from_specs() -> None:
     found = {name: (short.kind, short.field) for name, short in list_short_flags().items()}
     expected = {"load_format": ("backend", "load_format"), "vllm_url": ("sampler", "url")}
     assert found == {**expected, "vllm_command": ("sampler", "command")}
+
+
+def test_a_short_name_of_a_missing_field_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(find_backend("fake"), flags={"size": "num_rows"})
+    monkeypatch.setattr(settings_module, "list_specs", lambda group, *_: {"fake": wrong} if "backend" in group else {})
+    problems: list[str] = []
+    assert list_short_flags(lambda error: problems.append(str(error))) == {}
+    assert problems == ["flags['size']: FakeConfig has no field 'num_rows'"]
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", "file"])
