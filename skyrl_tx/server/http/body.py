@@ -49,7 +49,7 @@ class BodyLimits:
     provenance span.
     """
     reason: str = ""
-    """Where the maximum size comes from, for the error of a larger body."""
+    """Text after the maximum size in the error of a larger body, for example the setting."""
 
     @classmethod
     def from_content_type(cls, max_bytes: int, content_type: str) -> "BodyLimits":
