@@ -18,6 +18,7 @@ from skyrl_tx.apps.history.curves import (
     LOSSES,
     CurveCache,
     OptimizerStep,
+    Value,
     draw_spark,
     fold_newest_points,
     thin_steps,
@@ -254,9 +255,7 @@ def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | 
         steps = thin_steps(read_steps(visit, line.model_id, line.owner), LOSSES, _SPARK_BUCKETS)
     else:
         steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
-    known = [(name, step.values[name]) for step in steps for name in LOSSES if name in step.values]
-    loss_name = known[-1][0] if known else "loss"
-    losses = [value for name, value in known if name == loss_name]
+    loss_name, losses = list_losses(steps)
     has_metrics = line.model_id in logger_names
     metrics = visit.read(lambda tx: queries.list_logged_steps(tx, line.model_id, _SPARK_REWARDS)) if has_metrics else []
     reward = logged_metrics.choose_reward(name for point in metrics for name in point.values)
@@ -276,6 +275,18 @@ def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | 
         reward_spark=draw_spark(rewards),
         tokens=tokens,
     )
+
+
+def list_losses(steps: Sequence[OptimizerStep]) -> tuple[str, list[Value]]:
+    """Return the name and the values of a run's loss.
+
+    A step that is not completed counts only if the run has completed none, because headings show
+    the loss next to the number of the last completed step.
+    """
+    completed = [step for step in steps if step.is_applied] or steps
+    known = [(name, step.values[name]) for step in completed for name in LOSSES if name in step.values]
+    newest = known[-1][0] if known else "loss"
+    return newest, [value for name, value in known if name == newest]
 
 
 def find_state(status: str, last_request_at: float, now: float, *, has_finished: bool = False) -> str:

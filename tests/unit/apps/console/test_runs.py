@@ -3,8 +3,9 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.apps.console.runs import find_state
+from skyrl_tx.apps.console.runs import find_state, list_losses
 from skyrl_tx.apps.console.samples import choose_step, describe_groups, make_decoder
+from skyrl_tx.apps.history.curves import OptimizerStep
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 from skyrl_tx.apps.history.logged_metrics import choose_reward
 from skyrl_tx.contract.ids import RequestId
@@ -68,3 +69,13 @@ def test_samples_are_decoded_by_the_tokenizer_of_the_model_if_there_is_one(tmp_p
     assert decode([-1, *tokens]) == "2 + 2", "ids below 0 have no text"
     assert decode([2**32]) is None
     assert decoder(tmp_path)(tokens) is None
+
+
+def test_the_loss_of_a_heading_is_of_the_last_completed_step() -> None:
+    def make_step(loss: float, *, is_applied: bool = True) -> OptimizerStep:
+        zeros = dict.fromkeys(("step", "at", "began_at", "passes", "tokens", "datums", "queue_s", "device_s"), 0)
+        return OptimizerStep(**zeros, is_applied=is_applied, values={"loss": loss})
+
+    steps = [make_step(3.0), make_step(2.0), make_step(1.0, is_applied=False)]
+    assert list_losses(steps) == ("loss", [3.0, 2.0])
+    assert list_losses(steps[2:]) == ("loss", [1.0]) and list_losses([]) == ("loss", [])
