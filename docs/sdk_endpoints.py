@@ -91,6 +91,7 @@ SDK_ENDPOINTS = (
 )
 UNVERIFIED_ENDPOINTS = (
     SdkEndpoint("POST", "/external_weights_upload_start", "0.39+", "`external_weights_upload_start`"),
+    SdkEndpoint("POST", "/checkpoints/search", "0.39+", "`search_checkpoints`"),
     SdkEndpoint("POST", "/external_weights_upload_finish", "0.39+", "`external_weights_upload_finish`"),
 )
 """Endpoints of releases that are known from their reference pages only, and were not run."""

@@ -1,7 +1,7 @@
 """Checkpoints, which are names for saved weights, and references to artifacts."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -11,10 +11,13 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SessionId
+from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoadWeights
+from skyrl_tx.store import sessions
 from skyrl_tx.store.database import execute, get_existing, is_in_batch, split_batches
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
+
+_ROWS_PER_FETCH = 200
 
 
 class CheckpointExists(Exception):
@@ -155,20 +158,67 @@ def select_published_runs(now: float):
     return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_visible(now))
 
 
-def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> tuple[list[CheckpointRow], int]:
-    """Return a page of an owner's checkpoints, newest first, and their total number."""
+_KEY = col(CheckpointRow.model_id), col(CheckpointRow.kind), col(CheckpointRow.name)
+_NEWEST_FIRST = col(CheckpointRow.created_at).desc(), *_KEY
+_WITH_BASE_MODEL = select(CheckpointRow, col(ModelRow.base_model)).join(
+    ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id)
+)
+
+
+def list_owned(
+    tx: Session, owner: str, limit: int, offset: int, now: float
+) -> tuple[list[tuple[CheckpointRow, str]], int]:
+    """Return a page of an owner's checkpoints, newest first, with their base models.
+
+    The second value is the number of all checkpoints of the owner.
+    """
     is_owned = (col(SessionRow.owner) == owner) & col(ModelRow.deleted_at).is_(None)
     runs = select(ModelRow.model_id).join(SessionRow).where(is_owned)
     conditions = col(CheckpointRow.model_id).in_(runs), is_visible(now)
-
-    newest_first = (
-        col(CheckpointRow.created_at).desc(),
-        col(CheckpointRow.model_id),
-        col(CheckpointRow.kind),
-        col(CheckpointRow.name),
-    )
-    page = tx.exec(select(CheckpointRow).where(*conditions).order_by(*newest_first).limit(limit).offset(offset))
+    page = tx.exec(_WITH_BASE_MODEL.where(*conditions).order_by(*_NEWEST_FIRST).limit(limit).offset(offset))
     return list(page), tx.exec(select(func.count()).select_from(CheckpointRow).where(*conditions)).one()
+
+
+def iterate(
+    tx: Session,
+    *,
+    viewer: str | None,
+    owners: Collection[str] | None,
+    project_ids: Collection[str] | None,
+    kind: CheckpointKind | None,
+    base_models: Collection[str] | None,
+    after: tuple[float, CheckpointPath] | None,
+    now: float,
+) -> Iterator[tuple[CheckpointRow, str]]:
+    """Yield checkpoints with their base models, newest first.
+
+    Args:
+        tx: The transaction.
+        viewer: Yield only checkpoints that this owner may see; None sees all.
+        owners: Yield only checkpoints of these owners; None means all owners.
+        project_ids: Yield only checkpoints of these projects; None means any project or none.
+        kind: Yield only checkpoints of this kind; None means all kinds.
+        base_models: Yield only checkpoints for these base models; None means all.
+        after: Creation time and path of the previous page's last checkpoint; None starts at the newest.
+        now: Checkpoints that have expired at this time are left out.
+    """
+    conditions = [is_visible(now), col(ModelRow.deleted_at).is_(None), sessions.is_visible_to(viewer)]
+    for column, values in (
+        (col(SessionRow.owner), owners),
+        (col(SessionRow.project_id), project_ids),
+        (col(ModelRow.base_model), base_models),
+        (col(CheckpointRow.kind), None if kind is None else [kind]),
+    ):
+        if values is not None:
+            conditions.append(column.in_(values))
+
+    if after is not None:
+        created_at, path = after
+        has_later_key = tuple_(*_KEY) > tuple_(path.model_id, path.kind, path.name)
+        is_equally_old = col(CheckpointRow.created_at) == created_at
+        conditions.append((col(CheckpointRow.created_at) < created_at) | (is_equally_old & has_later_key))
+    statement = _WITH_BASE_MODEL.join(SessionRow).where(*conditions).order_by(*_NEWEST_FIRST)
+    yield from tx.exec(statement.execution_options(yield_per=_ROWS_PER_FETCH))
 
 
 def count(tx: Session, now: float) -> tuple[int, int]:

@@ -36,6 +36,12 @@ CALLS: Mapping[str, Json] = {
     },
     "/api/v1/session_heartbeat": {"session_id": "<session>"},
     "/api/v1/sessions/search": {"session_id": "s", "project_ids": ["p"], "user_metadata": {"k": "v"}},
+    "/api/v1/checkpoints/search": {
+        "project_ids": ["p"],
+        "user_metadata": {"k": "v"},
+        "base_models": ["m"],
+        "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_checkpoint_uuid": "tinker://m/weights/a"},
+    },
     "/api/v1/create_model": {
         "session_id": "<session>",
         "model_seq_id": 1,

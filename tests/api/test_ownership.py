@@ -122,6 +122,8 @@ LISTS = {
     "GET billing/usage/events": "billing/usage/events?" + window_of_now(),
     "GET billing/usage/checkpoints/current": "billing/usage/checkpoints/current",
     "POST sessions/search": "sessions/search",
+    "POST checkpoints/search": "checkpoints/search",
+    "POST search_checkpoints": "search_checkpoints",
 }
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 THINGS = [

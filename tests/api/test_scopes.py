@@ -41,6 +41,7 @@ CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 READING = {
     *("GET sessions", "POST sessions/search", "GET sessions/{session_id}", "POST get_info", "GET training_runs"),
     *("GET training_runs/{run_id}", "GET training_runs/{run_id}/checkpoints", "GET checkpoints"),
+    *("POST checkpoints/search", "POST search_checkpoints"),
     *(f"GET {CHECKPOINT}/external_weights_urls", f"GET {CHECKPOINT}/archive"),
     *("GET billing/usage/events", "GET billing/usage/checkpoints/current"),
     *("GET sessions/{session_id}/trace_export",),

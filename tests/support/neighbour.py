@@ -152,6 +152,7 @@ def list_loads(fixture: Fixture) -> list[Load]:
     # Lists, pages, streams and text
     control = [
         Load("sessions/search", CONTROL_S, 150, f"{api}/sessions/search", {"limit": 200}),
+        Load("checkpoints/search", CONTROL_S, 150, f"{api}/checkpoints/search", {"limit": 200}),
         Load("training_runs", CONTROL_S, 120, f"{api}/training_runs?limit=10000"),
         Load("checkpoints", CONTROL_S, 120, f"{api}/checkpoints?limit=10000"),
         Load("run metrics", CONTROL_S, 20, f"{run}/metrics?limit=5000"),

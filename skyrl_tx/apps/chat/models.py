@@ -95,4 +95,4 @@ def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
 def list_sampler_checkpoints(tx: Session, caller: Principal) -> list[CheckpointRow]:
     """Return the sampler checkpoints among the caller's newest 1000 checkpoints, newest first."""
     rows, _ = checkpoints.list_owned(tx, caller.owner, _MAX_LISTED, 0, time.time())
-    return [row for row in rows if row.kind == CheckpointKind.SAMPLER]
+    return [row for row, _ in rows if row.kind == CheckpointKind.SAMPLER]

@@ -10,7 +10,7 @@ A row that the caller may not see is reported as if it did not exist (404). The 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -21,7 +21,8 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
-from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.identity.authentication import USER_URN, Principal
+from skyrl_tx.server.schemas.service import SearchOwner
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import checkpoints, models, projects, sampling_sessions, sessions
 from skyrl_tx.store.sessions import SessionRef
@@ -235,6 +236,17 @@ def find_readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPat
         return find_saved_weights(tx, [caller], path, time.time())
     except UserError as error:
         raise not_found(error.message) from error
+
+
+def find_search_owners(caller: Principal, owner: SearchOwner) -> Collection[str] | None:
+    """Return the owners to search. None means all owners whose rows the caller may see."""
+    match owner.type:
+        case "own":
+            return [caller.owner]
+        case "accessible":
+            return None
+        case "user":
+            return [urn.removeprefix(USER_URN) for urn in owner.owner_urns]
 
 
 def filter_metadata(row: ModelRow | CheckpointRow, is_visible: bool) -> dict[str, str] | None:

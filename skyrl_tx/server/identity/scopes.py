@@ -68,6 +68,8 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET logged_runs": _READ,
     "GET logged_runs/{logged_run_id}/metrics": _READ,
     "GET checkpoints": _READ,
+    "POST checkpoints/search": _READ,
+    "POST search_checkpoints": _READ,
     "GET training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": _READ,
     "GET training_runs/{run_id}/checkpoints/{kind}/{name}/archive": _READ,
     "GET billing/usage/events": _READ,

@@ -1,7 +1,11 @@
 """Endpoints to list and change training runs and their checkpoints."""
 
+import math
 import time
+from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Literal
 
 from fastapi import APIRouter, Response
@@ -12,7 +16,8 @@ from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, IncomingList
 from skyrl_tx.server.errors import not_found
 from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.identity.access import ReadableRun
+from skyrl_tx.server.identity.access import ReadableRun, find_search_owners
+from skyrl_tx.server.schemas import unverified
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.server.submission.validation import check_ttl
@@ -70,7 +75,7 @@ def list_checkpoints_of_run(run_id: str, call: IncomingList) -> Response:
     """List those checkpoints of a run that the caller may read."""
     run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
     page = schemas.CheckpointsResponse(
-        checkpoints=[_describe_checkpoint(row, run.is_fully_visible) for row in run.checkpoints]
+        checkpoints=[_describe_checkpoint(row, run.row.base_model, run.is_fully_visible) for row in run.checkpoints]
     )
     return make_list_response(page)
 
@@ -82,11 +87,69 @@ def list_checkpoints(call: IncomingList, limit: Limit = 100, offset: Offset = 0)
     def work(tx: Session) -> schemas.CheckpointsResponse:
         rows, total = checkpoints.list_owned(tx, call.caller.owner, limit, offset, time.time())
         return schemas.CheckpointsResponse(
-            checkpoints=[_describe_checkpoint(row) for row in rows],
+            checkpoints=[_describe_checkpoint(*row) for row in rows],
             cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total),
         )
 
     return make_list_response(call.store.read(work))
+
+
+_SEARCH = partial(
+    router.post,
+    response_model=unverified.CheckpointSearchResponse,
+    openapi_extra=describe_body(unverified.CheckpointSearchRequest),
+)
+
+
+@_SEARCH("/checkpoints/search")
+@_SEARCH("/search_checkpoints")  # the path is not in the reference pages of the SDK
+def search_checkpoints(call: IncomingList) -> Response:
+    """Search checkpoints, newest first."""
+    request = call.body.parse_model(unverified.CheckpointSearchRequest)
+    kind = next((kind for kind, name in _TYPES.items() if name == request.checkpoint_type), None)
+    now = time.time()
+
+    def work(tx: Session) -> unverified.CheckpointSearchResponse:
+        rows = checkpoints.iterate(
+            tx,
+            viewer=call.caller.owner_filter,
+            owners=find_search_owners(call.caller, request.owner),
+            project_ids=request.project_ids,
+            kind=kind,
+            base_models=request.base_models,
+            after=None if request.cursor is None else _find_position(tx, request.cursor),
+            now=now,
+        )
+        matches = [*islice((row for row in rows if _has_metadata(row[0], request.user_metadata)), request.limit + 1)]
+
+        page = matches[: request.limit]
+        last = page[-1][0] if len(matches) > len(page) else None
+        return unverified.CheckpointSearchResponse(
+            checkpoints=[_describe_checkpoint(*row) for row in page],
+            next_cursor=None
+            if last is None
+            else unverified.CheckpointSearchCursor(
+                last_created_at=to_utc_time(last.created_at), last_checkpoint_uuid=str(last.path)
+            ),
+        )
+
+    return make_list_response(call.store.read(work), exclude_none=True)
+
+
+def _find_position(tx: Session, cursor: unverified.CheckpointSearchCursor) -> tuple[float, CheckpointPath]:
+    """Return the position after which a page starts.
+
+    The time comes from the row, because the time in the cursor was rounded when it was written as
+    JSON.
+    """
+    path = CheckpointPath.parse(cursor.last_checkpoint_uuid)
+    row = checkpoints.get(tx, path, -math.inf)
+    return cursor.last_created_at.timestamp() if row is None else row.created_at, path
+
+
+def _has_metadata(row: CheckpointRow, wanted: Mapping[str, str]) -> bool:
+    metadata = row.user_metadata or {}
+    return all(metadata.get(name) == value for name, value in wanted.items())
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)
@@ -176,11 +239,11 @@ def _describe_run(run: ReadableRun) -> schemas.TrainingRun:
 
 
 def _describe_last(run: ReadableRun, kind: CheckpointKind) -> schemas.Checkpoint | None:
-    newest_first = reversed(run.checkpoints)
-    return next((_describe_checkpoint(row, run.is_fully_visible) for row in newest_first if row.kind == kind), None)
+    newest = next((row for row in reversed(run.checkpoints) if row.kind == kind), None)
+    return None if newest is None else _describe_checkpoint(newest, run.row.base_model, run.is_fully_visible)
 
 
-def _describe_checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas.Checkpoint:
+def _describe_checkpoint(row: CheckpointRow, base_model: str, is_visible: bool = True) -> schemas.Checkpoint:
     path = row.path
     return schemas.Checkpoint(
         checkpoint_id=path.checkpoint_id,
@@ -191,4 +254,5 @@ def _describe_checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas
         public=row.public,
         user_metadata=access.filter_metadata(row, is_visible),
         expires_at=None if row.expires_at is None else to_utc_time(row.expires_at),
+        base_model=base_model,
     )

@@ -1,7 +1,6 @@
 """Endpoints for client sessions and for searching them."""
 
 import time
-from collections.abc import Collection
 from http import HTTPStatus
 from itertools import islice
 from typing import get_args
@@ -14,7 +13,7 @@ from skyrl_tx.server.context import AccessScope, Incoming, IncomingList, Limit, 
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.identity.authentication import USER_URN, Principal
+from skyrl_tx.server.identity.authentication import USER_URN
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.store import audit, checkpoints, models, sampling_sessions, sessions
@@ -168,7 +167,7 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
 def search_sessions(call: IncomingList) -> Response:
     """Search sessions, newest first."""
     request = call.body.parse_model(schemas.SessionSearchRequest)
-    owners = _find_owners(call.caller, request.owner)
+    owners = access.find_search_owners(call.caller, request.owner)
     now = time.time()
 
     def work(tx: Session) -> schemas.SessionSearchResponse:
@@ -188,17 +187,6 @@ def search_sessions(call: IncomingList) -> Response:
         )
 
     return make_list_response(call.store.read(work), exclude_none=True)
-
-
-def _find_owners(caller: Principal, owner: schemas.SearchOwner) -> Collection[str] | None:
-    """Return the owners to search. None means all owners whose sessions the caller may see."""
-    match owner.type:
-        case "own":
-            return [caller.owner]
-        case "accessible":
-            return None
-        case "user":
-            return [urn.removeprefix(USER_URN) for urn in owner.owner_urns]
 
 
 def _find_position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:

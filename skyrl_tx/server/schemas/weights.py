@@ -123,6 +123,7 @@ class Checkpoint(Response):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    base_model: str | None = None
 
 
 class CheckpointsResponse(Response):

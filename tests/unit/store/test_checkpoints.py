@@ -116,7 +116,7 @@ def test_lists_show_unexpired_checkpoints_of_the_owner(store: Store, session_id:
     run = store.read(lambda tx: checkpoints.list_by_run(tx, MODEL, 3.0))
     page, total = store.read(lambda tx: checkpoints.list_owned(tx, "ann", 2, 1, 3.0))
     assert [found.name for found in run] == ["c0", "c1", "c2"]
-    assert ([found.name for found in page], total) == (["c1", "c0"], 3)
+    assert ([found.name for found, _ in page], total) == (["c1", "c0"], 3)
 
 
 def load(artifact: str) -> bytes:

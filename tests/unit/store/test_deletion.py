@@ -63,7 +63,7 @@ def visible(store: Store, now: float = 20.0) -> set[str]:
     def read(tx) -> set[str]:
         names = {row.name for row in checkpoints.list_by_run(tx, RUN, now)}
         owned, total = checkpoints.list_owned(tx, "ann", 100, 0, now)
-        assert {row.name for row in owned} == names == {n for n in "abc" if checkpoints.get(tx, path(n), now)}
+        assert {row.name for row, _ in owned} == names == {n for n in "abc" if checkpoints.get(tx, path(n), now)}
         assert total == len(names) == checkpoints.count(tx, now)[0]
         usage = checkpoints.get_usage_by_owner(tx, "ann", None, now)
         assert sum(stored.num_checkpoints for _, _, stored in usage) == total

@@ -1,13 +1,18 @@
-"""Schemas for uploads of external weights. *Unverified*.
+"""Schemas for uploads of external weights and for searching checkpoints. *Unverified*.
 
 They follow the reference pages of SDK 0.39 and 0.40. Neither release could be tested yet.
 """
 
 import re
 from datetime import datetime
+from typing import Annotated, Literal
 
-from skyrl_tx.server.schemas.base import Name, Response, WireModel
+from pydantic import AwareDatetime, Field
+
+from skyrl_tx.server.schemas.base import List, Name, Response, Table, WireModel
+from skyrl_tx.server.schemas.service import SearchOwner
 from skyrl_tx.server.schemas.training import LoraConfig
+from skyrl_tx.server.schemas.weights import Checkpoint
 
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 _FIRST_WITH_HEADERS = 0, 40
@@ -60,3 +65,29 @@ class ExternalWeightsUploadFinishResponse(Response):
     """The path of the checkpoint."""
 
     tinker_path: str
+
+
+class CheckpointSearchCursor(WireModel):
+    """The last checkpoint of the previous page. On this server, its path is its `uuid`."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: str
+
+
+class CheckpointSearchRequest(WireModel):
+    """Search conditions, which must all hold. An empty list of base models matches nothing."""
+
+    project_ids: Annotated[List[str], Field(max_length=1000)] | None = None
+    user_metadata: Table[str] = Field(default_factory=dict[str, str])
+    checkpoint_type: Literal["training", "sampler", "external"] | None = None
+    owner: SearchOwner = Field(default_factory=SearchOwner)
+    base_models: Annotated[List[str], Field(max_length=1000)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: CheckpointSearchCursor | None = None
+
+
+class CheckpointSearchResponse(Response):
+    """A page of checkpoints. The last page has no cursor."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
