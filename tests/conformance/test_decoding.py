@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from tests.support.tiny import TINY_CONFIG
+from tests.support.tiny import TINY_CONFIG, make_model_runner
 
 pytestmark = pytest.mark.slow
 ADAPTER = SamplerId("adapter")
@@ -39,7 +38,7 @@ COPIES = "abc"  # three copies of each request
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)
-    programs = ModelRunner(reference.params, reference.config, TINY_CONFIG)
+    programs = make_model_runner(reference.params, reference.config, TINY_CONFIG)
     scheduler = SampleScheduler(programs, TINY_CONFIG, programs.memory, eos_token_ids=[])
     scheduler.load(ADAPTER, reference.adapter("weights0"))
     assert len(COPIES) * 2 * num_rows > TINY_CONFIG.sample_slots, "some samples wait"

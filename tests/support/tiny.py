@@ -7,7 +7,7 @@ that change no shape (numbers of models, samplers), and another value of a shape
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,10 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
@@ -107,6 +110,17 @@ def load_model(directory: Path) -> TinyModel:
     placement = functools.partial(mesh.get_parameter_sharding, layout)
     params = hf.load(directory, models.describe_params(config), family.weights, placement=placement)
     return TinyModel(directory=directory, config=config, params=replace(params, layout=layout))
+
+
+def make_model_runner(
+    params: models.DecoderParams,
+    model: models.ModelConfig,
+    config: JaxConfig,
+    compiler: Compiler[Hashable] | None = None,
+) -> ModelRunner:
+    """Return a runner with the memory that the backend would plan."""
+    memory, num_slots = plan_sample_memory(config, params, model), choose_adapter_slots(config, params, model)
+    return ModelRunner(params, model, config, memory, num_adapter_slots=num_slots, compiler=compiler)
 
 
 def tiny_dense() -> TinyModel:

@@ -1,11 +1,13 @@
 """The JAX backend: one base model and many adapters on the devices of this machine.
 
-`JaxBackend.start` loads the base model, then sets up sampling and training. The other methods call
-the parts: training passes in `train`, sampling in `sample`, files in `checkpoint`.
+`JaxBackend.start` plans the memory, loads the base model while programs are compiled, and sets up
+sampling and training. The other methods call the parts: training passes in `train`, sampling in
+`sample`, files in `checkpoint`.
 """
 
 import logging
 import os
+import sys
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,26 +29,12 @@ from skyrl_tx.backends.jax.devices import (
     get_compilation_monitor,
 )
 from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_is_scarce
-from skyrl_tx.backends.jax.kernel_choice import (
-    choose_kernels,
-    count_moe_layers,
-    explain_kernels,
-    pad_cached_dims,
-)
-from skyrl_tx.backends.jax.memory import (
-    choose_max_models,
-    count_planned_bytes,
-    estimate_training_costs,
-    find_longest_example,
-    make_default_memory_plan,
-    plan_training_memory,
-    read_device_memory,
-)
-from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
+from skyrl_tx.backends.jax.kernel_choice import count_moe_layers, explain_kernels, pad_cached_dims
+from skyrl_tx.backends.jax.memory import get_offload_limit, read_device_memory, read_memory_limit
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.start_plan import warm_up
+from skyrl_tx.backends.jax.start_plan import StartPlan, plan_start, warm_up
 from skyrl_tx.backends.jax.train.custom_losses import CustomLossPrograms, LossShape
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
@@ -60,7 +48,6 @@ from skyrl_tx.backends.jax.train.training_state import (
     pad_rank,
     put_on_devices,
 )
-from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -70,7 +57,6 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.state_files import hash_of_base_model
-from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.losses import LOSSES
 from skyrl_tx.models.family import ModelFamily
@@ -91,8 +77,8 @@ class JaxBackend(AbstractBackend):
     _family: ModelFamily
     _model: models.ModelConfig
     _dtype: Any
-    _kernels: Kernels
     _directory: Path
+    _plan: StartPlan
     _params: models.DecoderParams
     _training_params: models.DecoderParams
     _shards: tuple[int, int]
@@ -101,12 +87,9 @@ class JaxBackend(AbstractBackend):
     _placement: mesh.Placement
     _format: AdapterFormat
     # Sampling
-    _sample_memory: SampleMemory
     _scheduler: SampleScheduler
     # Training
     _memory: ActiveMemoryPlan
-    _max_training_length: int
-    _max_models: int
     _smallest_rank: int
     _pool: TrainingStates
     _dispatch_limit: DispatchLimit
@@ -139,10 +122,10 @@ class JaxBackend(AbstractBackend):
         with self._convert_errors():
             config, layout = self._choose_devices()
             self._read_model_config(config, layout)
+            self._plan_memory(config, layout)
             self._load_weights(config, layout)
-        costs = estimate_training_costs(self._training_params, self._model)
-        self._start_sampling(config, layout, costs)
-        self._plan_training(config, costs)
+        self._start_sampling(config)
+        self._start_training(config)
         self.check_devices()  # compile its program now: it could not be compiled after a device is lost
         self._is_started = True
         capabilities = self._make_capabilities(config)
@@ -150,8 +133,6 @@ class JaxBackend(AbstractBackend):
         # Compile before the server is ready. A CPU has queued its training programs already.
         if config.warmup:
             programs = None if mesh.get_platform(layout) == "cpu" else self._training_programs
-            if programs is not None:
-                self._queue_training_programs(config, self._memory.plan)
             with report_progress(self._describe_compilation):
                 warm_up(
                     self,
@@ -197,7 +178,7 @@ class JaxBackend(AbstractBackend):
         return config.with_platform_defaults(mesh.get_platform(layout)), layout
 
     def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
-        """Read the config of the base model, check it against the mesh, and choose kernels."""
+        """Read the config of the base model, and check it against the mesh."""
         platform = mesh.get_platform(layout)
 
         # Check the config before weights are downloaded.
@@ -209,22 +190,37 @@ class JaxBackend(AbstractBackend):
         self._family, model = models.read_model(self._directory)
         self._model = pad_cached_dims(replace(model, expert_lora=config.expert_lora), platform)
         self._dtype = mesh.choose_dtype(config, layout)
-        self._kernels = choose_kernels(config, platform, self._dtype)
-        for line in explain_kernels(self._kernels, self._model):
+
+    def _plan_memory(self, config: JaxConfig, layout: Layout) -> None:
+        """Plan all allocations, and choose kernels."""
+        assert layout.mesh is not None
+        all_devices = list(layout.mesh.devices.flat)
+        self._plan = plan_start(
+            config,
+            layout,
+            self._model,
+            self._dtype,
+            platform=mesh.get_platform(layout),
+            limit_bytes=read_memory_limit(all_devices),
+            offload_bytes=get_offload_limit(all_devices),
+        )
+        self._memory = ActiveMemoryPlan(self._plan.passes)
+        for line in explain_kernels(self._plan.kernels, self._model):
             log.info(line)
 
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
-        """Load the base weights. Meanwhile, a CPU compiles training programs in the background."""
+        """Load the base weights. Meanwhile, training programs are compiled in the background."""
         described = models.describe_params(self._model)
+        shapes = make_param_shapes(described, layout, self._plan.kernels, self._dtype)
         if mesh.get_platform(layout) == "cpu" and not devices.is_distributed():
-            check_weights_fit(make_param_shapes(described, layout, self._kernels, self._dtype))
+            check_weights_fit(shapes)
+        self._plan.check_weights_fit()
         if config.compile_threads:
             self._compiler = Compiler(config.compile_threads, self._compilation)
         if self._compiler is not None and not layout.is_sharded:
-            shapes = make_param_shapes(described, layout, self._kernels, self._dtype)
-            self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
-            if mesh.get_platform(layout) == "cpu":  # elsewhere the shapes depend on the memory that is left
-                self._queue_training_programs(config, make_default_memory_plan(config))
+            programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
+            possible = MicroBatchShapes.from_plan(self._plan.passes, config, programs.layout)
+            programs.start(possible, config.compile_cache_dir)
 
         load = hf.make_dummy
         if config.load_format != "dummy":
@@ -232,43 +228,31 @@ class JaxBackend(AbstractBackend):
         params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.get_parameter_sharding, layout))
 
         in_training = mesh.make_training_layout(layout)
-        self._params = replace(params, layout=layout, kernels=self._kernels)
+        self._params = replace(params, layout=layout, kernels=self._plan.kernels)
         self._training_params = replace(self._params, layout=in_training)
         self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
         self._placement = mesh.make_adapter_placement(layout, self._model)
         self._format = models.make_adapter_format(self._model, self._family.weights, self._base_model)
 
-    def _start_sampling(self, config: JaxConfig, layout: Layout, costs: TrainingCosts | None) -> None:
+    def _start_sampling(self, config: JaxConfig) -> None:
         """Allocate sampler pool, KV cache and batch slots."""
-        is_cpu = mesh.get_platform(layout) == "cpu"  # its cores are needed to compute
-        programs = ModelRunner(self._params, self._model, config, None if is_cpu else self._compiler, costs)
-        self._sample_memory = programs.memory
-        self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
-
-    def _plan_training(self, config: JaxConfig, costs: TrainingCosts | None) -> None:
-        """Choose micro-batches, longest example and number of models for the free memory."""
-        self._memory = ActiveMemoryPlan(plan_training_memory(config, self._training_params, self._model, costs))
-        self._max_training_length = find_longest_example(
-            config, self._training_params, self._model, costs, self._memory.plan
+        is_cpu = mesh.get_platform(self._params.layout) == "cpu"  # its cores are needed to compute
+        plan, compiler = self._plan, None if is_cpu else self._compiler
+        runner = ModelRunner(
+            self._params, self._model, config, plan.samples, num_adapter_slots=plan.num_adapter_slots, compiler=compiler
         )
-        self._max_models = choose_max_models(config, self._params, self._model)
-        if not read_device_memory(self._params):
-            warn_if_memory_is_scarce(
-                count_planned_bytes(config, self._params, self._model, self._sample_memory, self._max_models)
-            )
+        self._scheduler = SampleScheduler(runner, config, plan.samples, hf.read_eos_token_ids(self._directory))
 
-        # Set up what passes need.
+    def _start_training(self, config: JaxConfig) -> None:
+        """Set up what passes need."""
+        if self._plan.free_bytes is None:
+            warn_if_memory_is_scarce(self._plan.host_bytes)
         self._smallest_rank = choose_smallest_rank(config)
-        self._pool = TrainingStates(self._max_models)
+        self._pool = TrainingStates(self._plan.max_models)
         self._custom_losses = CustomLossPrograms(
             None if devices.is_distributed() else Compiler[LossShape](0, self._compilation)
         )
         self._dispatch_limit = DispatchLimit()
-
-    def _queue_training_programs(self, config: JaxConfig, plan: MemoryPlan) -> None:
-        """Begin to compile the likely training programs of a memory plan in the background."""
-        if (programs := self._training_programs) is not None:
-            programs.start(MicroBatchShapes.from_plan(plan, config, programs.layout), config.compile_cache_dir)
 
     def _describe_compilation(self) -> str | None:
         return None if self._compiler is None else self._compiler.progress()
@@ -305,7 +289,7 @@ class JaxBackend(AbstractBackend):
         return replace(
             self._scheduler.meters(),
             progress=self._describe_compilation(),
-            device_memory=read_device_memory(self._params),
+            device_memory=read_device_memory(self._params.embed.devices()),
             compilations=compilation.num_compiled,
             compile_seconds=compilation.seconds,
             out_of_memory_retries=limit.num_retries,
@@ -451,19 +435,19 @@ class JaxBackend(AbstractBackend):
         all_devices = jax.tree.leaves(self._params)[0].devices()
         device = min(all_devices, key=lambda device: device.id)
         return Capabilities(
-            max_context_length=self._sample_memory.max_length,
-            max_training_length=self._max_training_length,
+            max_context_length=self._plan.samples.max_length,
+            max_training_length=min(self._plan.longest_row or sys.maxsize, self._model.max_context_length),
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
             devices=(f"{device.device_kind} ({device.platform})",) * len(all_devices),
             # Limits
-            max_models=self._max_models,
+            max_models=self._plan.max_models,
             max_samplers=config.max_sampler_adapters,
-            max_sample_tokens=self._sample_memory.tokens,
+            max_sample_tokens=self._plan.samples.tokens,
             max_pass_tokens=config.max_pass_tokens,
             micro_batch_tokens=self._memory.plan.micro_batch_tokens,
-            sample_slots=self._sample_memory.num_slots,
+            sample_slots=self._plan.samples.num_slots,
             max_lora_rank=config.max_lora_rank,
             # Features
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
@@ -478,17 +462,19 @@ class JaxBackend(AbstractBackend):
 
     def _make_fingerprint(self, config: JaxConfig, device: Any) -> dict[str, str]:
         """Return what the last bits of results depend on; see `Capabilities.fingerprint`."""
+        kernels, samples = self._plan.kernels, self._plan.samples
+
         return {
             "jax": jax.__version__,
             "device": device.device_kind,
             "dtype": self._dtype.name,
             "mesh": str(config.mesh),
             **devices.make_fingerprint(),
-            "attention_kernel": self._kernels.attention_name,
-            "pages_kernel": self._kernels.pages_name,
-            **({"experts_kernel": self._kernels.experts_name} if count_moe_layers(self._model) else {}),
+            "attention_kernel": kernels.attention_name,
+            "pages_kernel": kernels.pages_name,
+            **({"experts_kernel": kernels.experts_name} if count_moe_layers(self._model) else {}),
             **self.fingerprint_changes(),
-            "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
+            "sample_slots": f"{samples.num_slots} of {samples.tokens} tokens",
             "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
             **({} if self._smallest_rank == SMALLEST_RANK else {"smallest_rank": str(self._smallest_rank)}),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),

@@ -1,18 +1,21 @@
 """Plan device memory: micro-batches, KV cache, sampler pool, and models in training.
 
-The backend allocates in this order: weights, sampler pool, KV cache. Then it plans micro-batches
-and models in training for the memory that is left. The KV cache leaves as much memory as training
-needs to keep the devices busy, see `_count_training_bytes`.
+`start_plan` calls these functions before anything is allocated, with parameters that stand for the
+arrays that are on the devices at each step: weights, sampler pool, KV cache. Then it plans
+micro-batches and models in training for the memory that is left. The KV cache leaves as much memory
+as training needs to keep the devices busy, see `_count_training_bytes`.
 
 Devices such as CPUs do not report their memory. For these, fixed defaults apply, within the share
-of host memory that `host_memory.get_planned_bytes` returns. That share does not depend on how much
-host memory is free, because results after a restart would then not be bit-equal.
+of host memory that `host_memory.get_planned_bytes` returns. No plan depends on how much memory is
+free, because results after a restart would then not be bit-equal.
 """
 
 import logging
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -24,7 +27,7 @@ from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.mesh import count_replicas, make_training_layout
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.training_state import pad_rank
-from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes, estimate_costs
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Parameter
@@ -75,26 +78,22 @@ If fewer fit without rematerialization, layers are rematerialized."""
 log = logging.getLogger(__name__)
 
 
-def estimate_training_costs(params: models.DecoderParams, model: models.ModelConfig) -> TrainingCosts | None:
-    """Return the memory costs of training, or None if the devices do not report their memory.
-
-    `params` must have the layout of training.
-    """
-    if not read_device_memory(params):
-        return None
-    return estimate_costs(params, model, next(iter(params.embed.devices())).platform)
-
-
 def plan_training_memory(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: TrainingCosts | None
+    config: JaxConfig,
+    params: models.DecoderParams,
+    model: models.ModelConfig,
+    costs: TrainingCosts | None,
+    *,
+    offload_bytes: int | None = None,
 ) -> MemoryPlan:
     """Choose the memory plan of training, and log it. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device, with `costs` from
-    `estimate_training_costs`. Raises UserError if `offload` is configured and the devices cannot
-    copy to host memory.
+    Call it when weights and KV cache are on the device. `params` has the layout of training, and
+    `costs` is None if the devices do not report their memory. Each device may offload
+    `offload_bytes` to host memory; None means no limit. Raises UserError if `offload` is configured
+    and this is 0.
     """
-    if not can_offload(params):
+    if offload_bytes == 0:
         if config.offload:
             raise UserError("--backend-config.offload: these devices cannot copy to host memory; remove this setting")
         config = config.model_copy(update={"offload": False})
@@ -105,7 +104,8 @@ def plan_training_memory(
         reason = f"the default {'on a CPU' if is_cpu else 'for a device that does not report its memory'}"
         plan = make_default_memory_plan(config)
     else:
-        free = _get_reported_free_bytes(params)
+        free = get_free_bytes(params)
+        assert free is not None, "the devices report their memory"
         plan = choose_training_plan(free, count_model_bytes(config, params, model), costs, config, params.layout)
         cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // count_shards(params.layout)))
         reason = f"{_describe_free(params, free)}, a token takes {cost / 2**10:.0f} KiB"
@@ -125,57 +125,30 @@ def plan_training_memory(
     return plan
 
 
-def find_longest_example(
-    config: JaxConfig,
-    params: models.DecoderParams,
-    model: models.ModelConfig,
-    costs: TrainingCosts | None,
-    plan: MemoryPlan,
-) -> int:
-    """Return the length of the longest training example that fits, up to the model's context.
+def get_offload_limit(devices: Collection[Any]) -> int:
+    """Return the bytes of host memory that each device may offload to, on the smallest host.
 
-    Call this when weights and KV cache are on the device. An example that is longer than a
-    micro-batch is alone in its row, which may be sharded over multiple devices. On each of these
-    devices, the example may take ROW_SHARE of the memory that is left when one model of the highest
-    rank is in training.
+    The result is 0 if not all devices of this host can copy to host memory.
     """
-    if costs is None:
-        return model.max_context_length
-    free = _get_reported_free_bytes(params) - count_model_bytes(config, params, model)
-    return min(model.max_context_length, find_longest_row(free, costs, plan, params.layout, _get_offload_limit(params)))
-
-
-def can_offload(params: models.DecoderParams) -> bool:
-    """Return whether all devices of this host can copy to host memory."""
-    return all(
-        any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
-        for device in list_local_devices(params.embed.devices())
-    )
-
-
-def _get_offload_limit(params: models.DecoderParams) -> int:
-    """Return the bytes of host memory that each device may offload to, on the smallest host."""
-    return agree_on_minimum(int(HOST_SHARE * get_memory_limit()) // len(list_local_devices(params.embed.devices())))
-
-
-def _get_reported_free_bytes(params: models.DecoderParams) -> int:
-    free = get_free_bytes(params)
-    assert free is not None, "the devices report their memory: see estimate_training_costs"
-    return free
+    local = list_local_devices(devices)
+    kinds = ({memory.kind for memory in device.addressable_memories()} for device in local)
+    can_offload = all(HOST_MEMORY in kind for kind in kinds)
+    return agree_on_minimum(int(HOST_SHARE * get_memory_limit()) // len(local) if can_offload else 0)
 
 
 def find_longest_row(
-    free: int, costs: TrainingCosts, plan: MemoryPlan, layout: Layout, host_bytes: int | None = None
+    free: int, costs: TrainingCosts, plan: MemoryPlan, layout: Layout, offload_bytes: int | None = None
 ) -> int:
     """Return the length of the longest row, in tokens, for `free` bytes on each device.
 
-    `layout` is the layout of training. Each device may offload `host_bytes` to host memory; None
-    means no limit.
+    These are the bytes that are left when one model of the highest rank is in training. The row may
+    take ROW_SHARE of them. `layout` is the layout of training. Each device may offload
+    `offload_bytes` to host memory; None means no limit.
     """
     remat = plan.longest_row_policy
     fitting = costs.count_fitting_tokens(ROW_SHARE * free, remat=remat)
-    if remat is RematPolicy.OFFLOAD and host_bytes is not None:
-        fitting = max(min(fitting, host_bytes // costs.host_token), plan.offload_above or 0)
+    if remat is RematPolicy.OFFLOAD and offload_bytes is not None:
+        fitting = max(min(fitting, offload_bytes // costs.host_token), plan.offload_above or 0)
     return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
 
 
@@ -245,13 +218,13 @@ def add_long_row_policies(
     return plan
 
 
-def read_device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
+def read_device_memory(devices: Collection[Any]) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device of this host, in the order of their ids.
 
     Returns an empty tuple if the devices do not report their memory.
     """
     memories: list[DeviceMemory] = []
-    for device in list_local_devices(params.embed.devices()):
+    for device in list_local_devices(devices):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return ()
@@ -259,10 +232,16 @@ def read_device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]
     return tuple(memories)
 
 
+def read_memory_limit(devices: Collection[Any]) -> int | None:
+    """Return the memory of the smallest device of all hosts; None if devices report none."""
+    limit = min((memory.limit_bytes for memory in read_device_memory(devices)), default=None)
+    return None if limit is None else agree_on_minimum(limit)
+
+
 def get_free_bytes(params: models.DecoderParams) -> int | None:
-    """Return the free memory of the fullest device of all hosts; None if devices report none."""
-    free = min((memory.limit_bytes - memory.used_bytes for memory in read_device_memory(params)), default=None)
-    return None if free is None else agree_on_minimum(free)
+    """Return the memory that planned arrays leave on each device; None if devices report none."""
+    memories = read_device_memory(params.embed.devices())
+    return min((memory.limit_bytes - memory.used_bytes for memory in memories), default=None)
 
 
 def _count_training_bytes(
@@ -291,8 +270,8 @@ def plan_sample_memory(
 ) -> SampleMemory:
     """Choose the size of the KV cache, and log it. Configured values take precedence.
 
-    Call this when the weights are on the device, with `costs` from `estimate_training_costs`. The
-    cache never has more pages than all slots together can use.
+    Call this when the weights are on the device, with the `costs` of training, or None if the devices
+    do not report their memory. The cache never has more pages than all slots together can use.
     """
     layout, dtype = params.layout, params.embed.dtype
     num_shards = layout.num_shards("batch")

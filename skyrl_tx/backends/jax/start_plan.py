@@ -1,8 +1,10 @@
 """Plan the start of the backend, and warm it up.
 
-`plan_start` computes the allocations and choices of `JaxBackend.start` from the shapes of a model,
-without weights or devices. `skyrl-tx doctor` uses it for the devices of this machine, and `skyrl-tx
-plan` for any devices.
+`plan_start` computes the allocations and choices of `JaxBackend.start` from the shapes of a model
+and the total memory of devices. How much memory is free changes nothing, so each start of a server
+has the same plan: its programs are in the compilation cache, and its results are bit-equal. The
+plan is complete before the weights are loaded, so programs are compiled meanwhile. `skyrl-tx doctor`
+makes the plan for the devices of this machine, and `skyrl-tx plan` for any devices.
 
 `warm_up` runs every common shape once, so that all programs are compiled before the server is
 ready.
@@ -22,21 +24,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.host_memory import count_host_weight_bytes
+from skyrl_tx.backends.jax.host_memory import count_host_weight_bytes, format_gib
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
     choose_adapter_slots,
     choose_max_models,
-    choose_training_plan,
     count_model_bytes,
     count_planned_bytes,
     count_shards,
     find_longest_row,
     get_free_bytes,
     get_memory_layout,
-    make_default_memory_plan,
     plan_sample_memory,
+    plan_training_memory,
 )
 from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
@@ -54,6 +55,7 @@ from skyrl_tx.backends.jax.training_costs import (
 )
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.layers.kernels.registry import Kernels
@@ -112,6 +114,15 @@ class StartPlan:
     """Host memory that the KV cache and the models in training may take in time.
     This counts only if devices do not report their memory."""
 
+    def check_weights_fit(self) -> None:
+        """Raise UserError if the weights do not fit on the devices."""
+        if self.free_bytes is not None and self.free_bytes < 0:
+            raise UserError(
+                f"--base-model: its weights take {format_gib(self.weight_bytes)} on each device, which has "
+                f"{format_gib(self.weight_bytes + self.free_bytes)}. Choose a smaller model, or use more devices: "
+                "`skyrl-tx plan` says how many"
+            )
+
 
 def make_abstract_layout(config: MeshConfig) -> Layout:
     """Return a layout without devices.
@@ -132,8 +143,9 @@ def plan_start(
     *,
     platform: str,
     limit_bytes: int | None,
+    offload_bytes: int | None = None,
 ) -> StartPlan:
-    """Plan the start in the order of `JaxBackend.start`.
+    """Plan the start, and log the choices.
 
     The order is: weights, sampler pool, KV cache, micro-batches, models in training.
 
@@ -144,13 +156,16 @@ def plan_start(
         dtype: Type of the base weights.
         platform: `cpu`, `gpu` or `tpu`.
         limit_bytes: Memory of each device; None for devices that do not report it, such as CPUs.
+        offload_bytes: Host memory that each device may offload to. None means no limit.
+
+    Raises UserError if `offload` is configured and `offload_bytes` is 0.
     """
     kernels = choose_kernels(config, platform, dtype)
     described = models.describe_params(model)
     weight_bytes = count_bytes_per_device(described, layout, dtype)
 
     def make_params(used: int) -> models.DecoderParams:
-        devices = frozenset({_PlannedDevice(limit_bytes, used)})
+        devices = frozenset({_PlannedDevice(platform, limit_bytes, used)})
         planned = map_named(lambda _, parameter: _PlannedArray(parameter, dtype, devices), described)
         return replace(planned, layout=layout, kernels=kernels)
 
@@ -184,15 +199,14 @@ def plan_start(
     # Training
     params = make_params(weight_bytes + pool_bytes + kv_bytes)
     model_bytes = count_model_bytes(config, params, model)
+    trained = replace(params, layout=in_training)
+    passes = plan_training_memory(config, trained, model, costs, offload_bytes=offload_bytes)
     pass_bytes, longest, offloaded_bytes = 0, None, 0
     left = get_free_bytes(params)
-    if left is None or costs is None:
-        passes = make_default_memory_plan(config)
-    else:
-        passes = choose_training_plan(left, model_bytes, costs, config, in_training)
+    if left is not None and costs is not None:
         tokens = -(-passes.micro_batch_tokens // count_shards(in_training))
         pass_bytes = costs.count_micro_batch_bytes(tokens, remat=passes.get_remat_policy(tokens))
-        longest = find_longest_row(left - model_bytes, costs, passes, in_training)
+        longest = find_longest_row(left - model_bytes, costs, passes, in_training, offload_bytes)
         if passes.longest_row_policy is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
@@ -235,12 +249,12 @@ def count_bytes_per_device(described: models.DecoderParams, layout: Layout, dtyp
 
 
 class _PlannedDevice:
-    """A device with `used` allocated bytes, with the methods that `memory` calls."""
+    """A device with `used` allocated bytes, and the attributes that `memory` reads."""
 
-    def __init__(self, limit: int | None, used: int) -> None:
+    def __init__(self, platform: str, limit: int | None, used: int) -> None:
+        self.platform, self.id, self.process_index = platform, 0, jax.process_index()
         self._limit = limit
         self._used = used
-        self.id = 0
 
     def memory_stats(self) -> dict[str, int] | None:
         return None if self._limit is None else {"bytes_limit": self._limit, "bytes_in_use": self._used}
@@ -250,9 +264,9 @@ class _PlannedArray:
     """An array on planned devices: shape, type and size, but no values."""
 
     def __init__(self, parameter: Parameter, dtype: np.dtype, devices: frozenset[_PlannedDevice]) -> None:
-        self.shape, self.dtype = parameter.shape, dtype
+        self.shape, self.dtype = parameter.shape, np.dtype(np.float32) if parameter.is_float32 else dtype
         self.size = int(np.prod(parameter.shape))
-        self.nbytes = self.size * dtype.itemsize
+        self.nbytes = self.size * self.dtype.itemsize
         self._devices = devices
 
     def devices(self) -> frozenset[_PlannedDevice]:

@@ -18,6 +18,7 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import get_offload_limit, read_memory_limit
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
@@ -68,15 +69,18 @@ def _count_weight_bytes(base_model: str, directory: Path) -> int | None:
 
 
 def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
-    # The memory limit of the device with the least memory.
-    assert layout.mesh is not None
-    limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
-    reported = [limit for limit in limits if limit is not None]
-    limit = min(reported) if len(reported) == len(limits) else None
-
     # The plan that the backend would make.
-    dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.get_platform(layout)
-    plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
+    assert layout.mesh is not None
+    devices = list(layout.mesh.devices.flat)
+    plan = plan_start(
+        config,
+        layout,
+        model,
+        np.dtype(mesh.choose_dtype(config, layout)),
+        platform=mesh.get_platform(layout),
+        limit_bytes=read_memory_limit(devices),
+        offload_bytes=get_offload_limit(devices),
+    )
 
     return Plan(
         num_parameters=plan.num_parameters,

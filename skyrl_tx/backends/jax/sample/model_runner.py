@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_single_host, fetch, is_out_of_memory
-from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
@@ -39,7 +38,6 @@ from skyrl_tx.backends.jax.shapes import (
     make_tiles,
     next_power_of_two,
 )
-from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
@@ -79,10 +77,12 @@ class ModelRunner:
         params: DecoderParams,
         model: ModelConfig,
         config: JaxConfig,
+        memory: SampleMemory,
+        *,
+        num_adapter_slots: int,
         compiler: Compiler[Hashable] | None = None,
-        costs: TrainingCosts | None = None,
     ) -> None:
-        """Allocate the sampler pool. The KV cache leaves memory for training with these `costs`.
+        """Allocate the sampler pool with `num_adapter_slots`, one of them for the base model.
 
         With a compiler, `precompile` compiles the programs of a request in parallel.
         """
@@ -91,10 +91,9 @@ class ModelRunner:
         self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
         self._model = model
         self._config = config
-        num_slots = choose_adapter_slots(config, params, model)
-        self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_slots)
+        self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots)
         """The adapters of the samplers."""
-        self.memory = plan_sample_memory(config, params, model, costs)
+        self.memory = memory
         """The memory for keys and values of prompts and samples."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"

@@ -10,14 +10,13 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, separate_shapes
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train.training_programs import make_param_shapes
 from skyrl_tx.layers.kernels.registry import NO_KERNELS
 from skyrl_tx.models import DecoderParams
 from tests.support.sample_requests import RED, make_prompt, make_request, run
-from tests.support.tiny import HYBRID, MOE, TINY_CONFIG, TinyModel, load_model, tiny_directory
+from tests.support.tiny import HYBRID, MOE, TINY_CONFIG, TinyModel, load_model, make_model_runner, tiny_directory
 
 
 def address(x: jax.Array) -> int:
@@ -72,7 +71,7 @@ def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
 
 def draw_samples(model: TinyModel, *, is_separate: bool):
     """Sample with and without adapters, in slices as on accelerators."""
-    device = ModelRunner(model.params, model.config, TINY_CONFIG)
+    device = make_model_runner(model.params, model.config, TINY_CONFIG)
     device._is_single_cpu = False
     device._counts = device._make_row_counts()
     device._params = separate_layers(model.params) if is_separate else model.params

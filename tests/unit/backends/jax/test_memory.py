@@ -21,8 +21,8 @@ from skyrl_tx.backends.jax.memory import (
     add_long_row_policies,
     choose_max_models,
     choose_memory_plan,
-    find_longest_example,
     find_longest_row,
+    get_offload_limit,
     plan_sample_memory,
     plan_training_memory,
 )
@@ -34,7 +34,6 @@ from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
-from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import group_blocks
 from tests.support.tiny import TINY_CONFIG, tiny_directory
@@ -136,10 +135,14 @@ def test_offloading_counts_as_a_smaller_plan():
 
 
 def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, monkeypatch):
-    monkeypatch.setattr(memory, "list_local_devices", lambda _: [SimpleNamespace(addressable_memories=list)])
+    monkeypatch.setattr(memory, "get_memory_limit", lambda: 4000)
+    devices = [SimpleNamespace(id=number, addressable_memories=list) for number in range(2)]
+    assert (get_offload_limit(devices), get_offload_limit(jax.devices()[:1])) == (0, 2000)
     with pytest.raises(UserError, match=r"--backend-config\.offload: these devices cannot copy"):
-        plan_training_memory(JaxConfig(offload=True), tiny.params, tiny.config, None)
-    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None).offload_above is None
+        plan_training_memory(JaxConfig(offload=True), tiny.params, tiny.config, None, offload_bytes=0)
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 10_000 * MIB)
+    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, COSTS).offload_above
+    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, COSTS, offload_bytes=0).offload_above is None
 
 
 def test_offloading_needs_rematerialization():
@@ -294,18 +297,3 @@ def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(ti
     with caplog.at_level("INFO"):
         assert choose_models(100 * cost(64), max_lora_rank=32) > 60
     assert "models in training at the same time" in caplog.text and "a model of rank 32" in caplog.text
-
-
-def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tiny, monkeypatch):
-    plan = MemoryPlan(micro_batch_tokens=64, remat=True)
-    most = tiny.config.max_context_length
-    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, None, plan) == most, (
-        "a device that does not report its memory"
-    )
-    costs = memory.estimate_costs(tiny.params, tiny.config, "cpu")
-    state = memory.count_model_bytes(JaxConfig(), tiny.params, tiny.config)
-    free = int(costs.count_micro_batch_bytes(100, remat=RematPolicy.FULL) / 0.9) + 1
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free + state)
-    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == 100
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 2**40)
-    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == most

@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor, get_compilation_monitor
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner, PromptChunk
+from skyrl_tx.backends.jax.sample.model_runner import PromptChunk
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
@@ -31,7 +31,7 @@ from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
-from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
+from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, make_model_runner, tiny_directory
 
 LENGTH = 160
 """Sequences are padded to this length for the full forward pass."""
@@ -42,7 +42,7 @@ SEEDS = {RED: 1, BLUE: 2}
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
     """Return a scheduler on the device with two adapters."""
     config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
-    device = ModelRunner(tiny.params, tiny.config, config)
+    device = make_model_runner(tiny.params, tiny.config, config)
     scheduler = SampleScheduler(device, config, device.memory, ())
     for name, seed in SEEDS.items():
         scheduler.load(name, tiny.adapter(seed))
@@ -156,7 +156,7 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
     """Twelve samples need two pages each, but the cache has only 14 pages."""
     request = make_request("many", make_prompt(5), sampler=RED, samples=12, max_tokens=70)
     config = TINY_CONFIG.model_copy(update={"prefix_cache_tokens": 0})
-    device = ModelRunner(tiny.params, tiny.config, config)
+    device = make_model_runner(tiny.params, tiny.config, config)
     few = SampleScheduler(device, config, replace(device.memory, num_slots=12, tokens=7 * 64, prefix_tokens=0), ())
     few.load(RED, tiny.adapter(SEEDS[RED]))
     assert device.memory.num_pages == 1 + 14
@@ -199,7 +199,7 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
     generator = np.random.default_rng(0)
     embed = jnp.asarray(0.3 * generator.standard_normal((300, tiny.config.hidden_size)), jnp.float32)
     params, config = replace(tiny.params, embed=embed, unembed=embed), replace(tiny.config, vocab_size=300)
-    device = ModelRunner(params, config, TINY_CONFIG)
+    device = make_model_runner(params, config, TINY_CONFIG)
     request = make_request("a", make_prompt(9), samples=64, temperature=0.9)
     samples = [RunningSample(request=request, index=index, adapter=BASE_SLOT, stops=frozenset()) for index in range(64)]
 
@@ -419,7 +419,7 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
 def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_called(tiny: TinyModel) -> None:
     config = TINY_CONFIG.model_copy(update={"max_topk_logprobs": 3})  # no other test compiles these programs
     compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), get_compilation_monitor()
-    device = ModelRunner(tiny.params, tiny.config, config, compiler)
+    device = make_model_runner(tiny.params, tiny.config, config, compiler)
     SampleScheduler(device, config, device.memory, ())
     requests = [
         make_request("base", make_prompt(40), max_tokens=2),

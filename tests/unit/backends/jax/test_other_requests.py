@@ -2,7 +2,6 @@
 
 import pytest
 
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
@@ -18,6 +17,7 @@ from tests.support.tiny import (
     TINY_CONFIG,
     TinyModel,
     load_model,
+    make_model_runner,
     tiny_directory,
 )
 
@@ -31,7 +31,7 @@ There are pages for 64 positions per slot, so that some samples are preempted.
 def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
     """Return a scheduler. Without `by_layer`, it decodes as devices other than a single CPU do."""
     config = TINY_CONFIG.model_copy(update=SLOTS)
-    device = ModelRunner(model.params, model.config, config)
+    device = make_model_runner(model.params, model.config, config)
     device._is_single_cpu = by_layer
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, model.adapter(1))

@@ -1,17 +1,31 @@
-"""Start plans from shapes alone, compared with figures computed by hand."""
+"""Start plans from shapes alone, compared with figures computed by hand, and starts with them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax import memory, mesh
+from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.devices import get_compilation_monitor
 from skyrl_tx.backends.jax.start_plan import _PlannedArray, make_abstract_layout, plan_start
+from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.testing.backend_driver import scoring
 from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
+from tests.support.sample_requests import make_prompt, make_request
+from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
@@ -160,6 +174,57 @@ def test_there_are_as_many_slots_as_have_enough_tokens(
 def test_a_mesh_without_devices_is_checked(sizes: dict[str, int]) -> None:
     with pytest.raises(mesh.MeshError, match="does not divide"):
         mesh.check_divisible(make_abstract_layout(MeshConfig(**sizes)), make_model(QWEN3_8B))
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, used_bytes: int) -> tuple[Capabilities, list[np.ndarray], int]:
+    """Use a backend on a device that reports its memory.
+
+    Returns its capabilities, numbers of a pass and of a sample, and how many programs were compiled.
+    """
+
+    def report_memory(devices: Iterable[Any]) -> list[Any]:
+        stats = {"bytes_limit": 64 * 2**20, "bytes_in_use": used_bytes}
+        return [
+            SimpleNamespace(memory_stats=lambda: stats, addressable_memories=device.addressable_memories)
+            if isinstance(device, jax.Device)
+            else device
+            for device in devices
+        ]
+
+    monkeypatch.setattr(memory, "list_local_devices", report_memory)
+    compiled = get_compilation_monitor().num_compiled
+    unset = dict.fromkeys(("micro_batch_tokens", "max_sample_tokens", "sample_slots", "max_lora_adapters"))
+    backend = JaxBackend(str(tiny_directory()), TINY_CONFIG.model_copy(update=unset))
+    capabilities = backend.start()
+    backend.create_model(ModelId("m"), ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+    results = backend.forward_backward(scoring(ModelId("m"), [np.arange(30, dtype=np.int32)]))
+    deltas = backend.sample(PreparedSampleBatch(requests=(make_request("a", make_prompt(9), max_tokens=6),)))
+    backend.close()
+    numbers = [result.logprobs for result in results] + [delta.logprobs for delta in deltas]
+    return capabilities, numbers, get_compilation_monitor().num_compiled - compiled
+
+
+@pytest.mark.slow
+def test_less_free_memory_gives_the_same_bits_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, wanted, num_compiled = use_backend(monkeypatch, used_bytes=0)
+    assert num_compiled > 0 and first.max_sample_tokens > 1000 and first.max_models > 1
+    again, found, num_compiled = use_backend(monkeypatch, used_bytes=50 * 2**20)
+    assert again == first and num_compiled == 0
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_limit_of_devices_is_their_total_memory_and_not_what_is_free() -> None:
+    used = (0, 50, 10)
+    devices = [SimpleNamespace(id=n, memory_stats=lambda n=n: {"bytes_limit": 64, "bytes_in_use": n}) for n in used]
+    assert memory.read_memory_limit(devices) == 64
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    layout, model = make_abstract_layout(MeshConfig()), make_model(QWEN3_8B)
+    plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform="gpu", limit_bytes=10 * GIB)
+    with pytest.raises(UserError, match=r"take 15\.3 GiB on each device, which has 10\.0 GiB"):
+        plan.check_weights_fit()
 
 
 def test_planned_arrays_have_the_sizes_of_arrays() -> None:

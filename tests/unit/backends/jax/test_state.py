@@ -8,7 +8,6 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import plan_sample_memory
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import MAX_PROMPTS
 from skyrl_tx.contract.batches import SampleRequest
@@ -16,7 +15,17 @@ from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, make_prompt, make_request, run
-from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, TinyModel, load_model, tiny_directory
+from tests.support.tiny import (
+    BY_HEAD,
+    HYBRID,
+    HYBRID_MOE,
+    MAMBA,
+    TINY_CONFIG,
+    TinyModel,
+    load_model,
+    make_model_runner,
+    tiny_directory,
+)
 
 LENGTH = 160
 """Sequences are padded to this length for the full forward pass."""
@@ -43,7 +52,7 @@ def tiny(request: pytest.FixtureRequest) -> TinyModel:
 
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
     config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
-    device = ModelRunner(tiny.params, tiny.config, config)
+    device = make_model_runner(tiny.params, tiny.config, config)
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, tiny.adapter(1))
     return scheduler
