@@ -21,7 +21,7 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import is_out_of_memory
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.layer_views import separate_shapes, should_separate_layers
+from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT
 from skyrl_tx.backends.jax.sample.slice_rows import SliceRows
@@ -139,7 +139,7 @@ class _Shapes:
         self._config, self._layout, self._model, self._plan = config, layout, model, plan
         described = models.describe_params(model)
         stacks = make_param_shapes(described, layout, plan.kernels, jnp.dtype(plan.dtype))
-        self._params = separate_shapes(stacks) if should_separate_layers(mesh.get_platform(layout), layout) else stacks
+        self._params = separate_layers(stacks) if should_separate_layers(mesh.get_platform(layout), layout) else stacks
         self._training_params = replace(stacks, layout=mesh.make_training_layout(layout))
 
     def forward(self) -> _Lowered:

@@ -123,22 +123,23 @@ class JaxBackend(AbstractBackend):
             config, layout = self._choose_devices()
             self._read_model_config(config, layout)
             self._plan_memory(config, layout)
+            runner, usual = self._start_compiling(config, layout)
             self._load_weights(config, layout)
-        self._start_sampling(config)
+        runner.set_params(self._params)
+        self._scheduler = SampleScheduler(runner, config, self._plan.samples, hf.read_eos_token_ids(self._directory))
         self._start_training(config)
         self.check_devices()  # compile its program now: it could not be compiled after a device is lost
         self._is_started = True
         capabilities = self._make_capabilities(config)
 
-        # Compile before the server is ready. A CPU has queued its training programs already.
+        # Compile before the server is ready.
         if config.warmup:
-            programs = None if mesh.get_platform(layout) == "cpu" else self._training_programs
             with report_progress(self._describe_compilation):
                 warm_up(
                     self,
                     config,
                     self._scheduler,
-                    programs,
+                    usual,
                     max_length=capabilities.max_context_length,
                     micro_batch_tokens=self._memory.plan.micro_batch_tokens,
                     num_rows=self._shards[0],
@@ -208,21 +209,43 @@ class JaxBackend(AbstractBackend):
         for line in explain_kernels(self._plan.kernels, self._model):
             log.info(line)
 
-    def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
-        """Load the base weights. Meanwhile, training programs are compiled in the background."""
-        described = models.describe_params(self._model)
-        shapes = make_param_shapes(described, layout, self._plan.kernels, self._dtype)
-        if mesh.get_platform(layout) == "cpu" and not devices.is_distributed():
+    def _start_compiling(self, config: JaxConfig, layout: Layout) -> tuple[ModelRunner, TrainingPrograms | None]:
+        """Begin to compile programs from shapes, in the background while the weights are loaded.
+
+        Returns the runner of sampling programs, and the training programs if an accelerator compiles
+        the usual ones before the server is ready.
+        """
+        # The weights must fit.
+        plan, is_cpu = self._plan, mesh.get_platform(layout) == "cpu"
+        shapes = make_param_shapes(models.describe_params(self._model), layout, plan.kernels, self._dtype)
+        if is_cpu and not devices.is_distributed():
             check_weights_fit(shapes)
-        self._plan.check_weights_fit()
+        plan.check_weights_fit()
+
+        # Likely programs of training
         if config.compile_threads:
             self._compiler = Compiler(config.compile_threads, self._compilation)
         if self._compiler is not None and not layout.is_sharded:
             programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
-            possible = MicroBatchShapes.from_plan(self._plan.passes, config, programs.layout)
-            programs.start(possible, config.compile_cache_dir)
+            programs.start(MicroBatchShapes.from_plan(plan.passes, config, programs.layout), config.compile_cache_dir)
 
-        load = hf.make_dummy
+        # Usual programs. A CPU compiles no sampling program, because its cores are needed to compute.
+        runner = ModelRunner(
+            shapes,
+            self._model,
+            config,
+            plan.samples,
+            num_adapter_slots=plan.num_adapter_slots,
+            compiler=None if is_cpu else self._compiler,
+        )
+        usual = self._training_programs if config.warmup and not is_cpu else None
+        if usual is not None:
+            usual.queue_usual()
+            runner.queue_usual()
+        return runner, usual
+
+    def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
+        described, load = models.describe_params(self._model), hf.make_dummy
         if config.load_format != "dummy":
             load = partial(hf.load, self._directory, weights=self._family.weights)
         params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.get_parameter_sharding, layout))
@@ -233,15 +256,6 @@ class JaxBackend(AbstractBackend):
         self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
         self._placement = mesh.make_adapter_placement(layout, self._model)
         self._format = models.make_adapter_format(self._model, self._family.weights, self._base_model)
-
-    def _start_sampling(self, config: JaxConfig) -> None:
-        """Allocate sampler pool, KV cache and batch slots."""
-        is_cpu = mesh.get_platform(self._params.layout) == "cpu"  # its cores are needed to compute
-        plan, compiler = self._plan, None if is_cpu else self._compiler
-        runner = ModelRunner(
-            self._params, self._model, config, plan.samples, num_adapter_slots=plan.num_adapter_slots, compiler=compiler
-        )
-        self._scheduler = SampleScheduler(runner, config, plan.samples, hf.read_eos_token_ids(self._directory))
 
     def _start_training(self, config: JaxConfig) -> None:
         """Set up what passes need."""

@@ -285,17 +285,14 @@ def warm_up(
 ) -> None:
     """Train and sample once in every common shape, with a temporary model.
 
-    With `programs`, the usual programs are compiled in parallel, and other likely programs continue
-    in the background. Without, all programs are compiled one after another. `num_rows` is the
-    number of rows in a training micro-batch, one for each shard of the batch.
+    With `programs`, the usual programs are being compiled in parallel, and other likely programs
+    continue in the background. Without, all programs are compiled one after another. `num_rows` is
+    the number of rows in a training micro-batch, one for each shard of the batch.
     """
     started = time.monotonic()
     model, sampler = ModelId(WARM_UP_ID), SamplerId(WARM_UP_ID)
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
-    if programs is not None:
-        programs.queue_usual()
-        scheduler.queue_usual(sampler)
 
     # Training. The gradient of a second batch is added to the first one.
     budget = micro_batch_tokens // num_rows

@@ -37,26 +37,19 @@ def should_separate_layers(platform: str, layout: Layout) -> bool:
 
 
 def separate_layers(params: DecoderParams) -> DecoderParams:
-    """Return the parameters with a separate array for each layer.
+    """Return the parameters with a separate array, or `jax.ShapeDtypeStruct`, for each layer.
 
     The stacks must not be changed. They stay in memory as long as any of their layers.
     """
-    return split_stacks(params, _make_views)
+    return split_stacks(params, _split_stack)
 
 
-def separate_shapes(params: DecoderParams) -> DecoderParams:
-    """Do the same as `separate_layers` for parameters of type `jax.ShapeDtypeStruct`."""
-
-    def make_layer_shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        sharding = _get_layer_sharding(stack.sharding)  # type: ignore[arg-type]
-        return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
-
-    return split_stacks(params, make_layer_shapes)
-
-
-def _make_views(stack: jax.Array) -> tuple[jax.Array, ...]:
+def _split_stack(stack: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     """Return the layers of a stack, which must not be sharded along its first dim."""
+    assert stack.sharding is not None
     sharding, shape = _get_layer_sharding(stack.sharding), stack.shape[1:]
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        return (jax.ShapeDtypeStruct(shape, stack.dtype, sharding=sharding),) * stack.shape[0]
     shards = [shard.data for shard in stack.addressable_shards]
     return tuple(
         jax.make_array_from_single_device_arrays(shape, sharding, [_make_view(shard, layer) for shard in shards])

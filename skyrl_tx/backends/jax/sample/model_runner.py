@@ -28,7 +28,7 @@ from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, make_block_table, make_draw_params
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
-from skyrl_tx.backends.jax.sample.sampler_pool import SamplerPool
+from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, group_by_length
 from skyrl_tx.backends.jax.shapes import (
     MAX_PROMPTS_TOGETHER,
@@ -38,6 +38,8 @@ from skyrl_tx.backends.jax.shapes import (
     make_tiles,
     next_power_of_two,
 )
+from skyrl_tx.backends.jax.train.training_state import pad_rank
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
@@ -45,7 +47,7 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache
 from skyrl_tx.layers.kv_cache import MIN_SEGMENT_SIZE
 from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.models import DecoderParams, ModelConfig, make_empty_cache
+from skyrl_tx.models import DecoderParams, ModelConfig, describe_cache, make_empty_cache
 
 MAX_COPIES = 256
 """The maximum number of pages, and of states, that one call copies.
@@ -82,16 +84,20 @@ class ModelRunner:
         num_adapter_slots: int,
         compiler: Compiler[Hashable] | None = None,
     ) -> None:
-        """Allocate the sampler pool with `num_adapter_slots`, one of them for the base model.
+        """Allocate the sampler pool. One of the adapter slots is for the base model.
 
-        With a compiler, `precompile` compiles the programs of a request in parallel.
+        `params` may be shapes until `set_params`. With a compiler, `queue_usual` and `precompile`
+        compile programs in parallel.
         """
         self._compiler = compiler
-        self._platform = next(iter(params.embed.devices())).platform
-        self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
+        self._platform = next(iter(params.embed.sharding.device_set)).platform
+        self.set_params(params)
         self._model = model
         self._config = config
-        self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots)
+        rank = pad_rank(min(DEFAULT_RANK, config.max_lora_rank)) if config.warmup else LOWEST_RANK
+        self.pool = SamplerPool(
+            model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots, rank=rank
+        )
         """The adapters of the samplers."""
         self.memory = memory
         """The memory for keys and values of prompts and samples."""
@@ -108,9 +114,13 @@ class ModelRunner:
         self._last_R = make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the previous slice is read."""
-        self._cache: Cache | None = None
+        self._cache: Cache = describe_cache(self._params, model, memory.num_pages, memory.num_states, memory.page)
 
-    # The cache
+    # Weights and cache
+
+    def set_params(self, params: DecoderParams) -> None:
+        """Use these weights, or their shapes."""
+        self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
 
     def allocate_cache(self, memory: SampleMemory) -> None:
         """Allocate an empty cache for all shards."""
@@ -119,8 +129,7 @@ class ModelRunner:
 
     @property
     def cache(self) -> Cache:
-        """The KV cache."""
-        assert self._cache is not None
+        """The KV cache. It consists of shapes until it is allocated."""
         return self._cache
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
@@ -397,13 +406,13 @@ class ModelRunner:
         if self._compiler is not None:
             self._compiler.wait_if_pending(key)
 
-    def queue_usual(self, sampler: SamplerId) -> None:
+    def queue_usual(self) -> None:
         """Begin to compile prefill programs and slices of one adapter in parallel, then other slices."""
         assert self._compiler is not None
-        for size, slot, number in self._iter_chunk_shapes(sampler):
+        for size, slot, number in self._iter_chunk_shapes(BASE_SLOT + 1):
             shape = size, self._num_shards * number, slot != BASE_SLOT
             self._compiler.queue_needed(("prefill", *shape), partial(self._make_prefill_program, *shape))
-        for rows, _ in self._iter_slice_shapes(sampler):
+        for rows, _ in self._iter_slice_shapes(BASE_SLOT + 1):
             if rows.groups is None:
                 self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
             else:
@@ -414,21 +423,21 @@ class ModelRunner:
 
         Nothing may be running. With `usual_only`, slices of multiple adapters do not run.
         """
-        for size, slot, number in self._iter_chunk_shapes(sampler):
+        adapter = self.pool.get_slot(sampler)
+        for size, slot, number in self._iter_chunk_shapes(adapter):
             chunk = PromptChunk(BlockTableRow([]), np.zeros(1, np.int32), 0, slot)
             self.prefill([chunk] * number, size)
         self.copy([(0, 0)], ())
-        for rows, length in self._iter_slice_shapes(sampler):
+        for rows, length in self._iter_slice_shapes(adapter):
             if not usual_only or rows.groups is None:
                 self._dispatch_rows(rows, 1, length)
 
-    def _iter_chunk_shapes(self, sampler: SamplerId) -> Iterator[tuple[int, int, int]]:
+    def _iter_chunk_shapes(self, adapter: int) -> Iterator[tuple[int, int, int]]:
         """Yield padded size, adapter slot and number of prompts of every prefill program."""
         shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
-        slots = BASE_SLOT, self.pool.get_slot(sampler)
-        return product(shapes.iter_padded_sizes(), slots, {1, self.prompts_of_shard})
+        return product(shapes.iter_padded_sizes(), (BASE_SLOT, adapter), {1, self.prompts_of_shard})
 
-    def _iter_slice_shapes(self, sampler: SamplerId) -> Iterator[tuple[SliceRows, int]]:
+    def _iter_slice_shapes(self, adapter: int) -> Iterator[tuple[SliceRows, int]]:
         """Yield empty rows in every shape of a slice, with a KV read length for each."""
         num_slots, max_positions = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = (
@@ -436,7 +445,7 @@ class ModelRunner:
             if self._is_single_cpu
             else [MIN_SEGMENT_SIZE]
         )
-        for length, slot in product(lengths, (BASE_SLOT, self.pool.get_slot(sampler))):
+        for length, slot in product(lengths, (BASE_SLOT, adapter)):
             counts = {self._counts.choose(num, any_adapter=slot != BASE_SLOT) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._choose_read_length(length) <= max_positions:

@@ -22,7 +22,7 @@ from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.models import ModelConfig
 
 LOWEST_RANK = 8
-"""The rank of an empty pool."""
+"""The rank of an empty pool, unless the rank of its adapters is known."""
 
 
 class SamplerPool:
@@ -30,20 +30,26 @@ class SamplerPool:
 
     The weights are one `Adapter` whose arrays have a leading axis of slots.
 
-    The pool starts with `num_slots` slots, including the slot of the base model, and a low rank. It
+    The pool starts with `num_slots` slots, including the slot of the base model, and with `rank`. It
     grows when a sampler needs another slot or has a higher rank. Growing changes shapes, so
     programs are compiled again.
     """
 
     def __init__(
-        self, model_config: ModelConfig, max_samplers: int, layout: Layout = UNSHARDED, *, num_slots: int
+        self,
+        model_config: ModelConfig,
+        max_samplers: int,
+        layout: Layout = UNSHARDED,
+        *,
+        num_slots: int,
+        rank: int = LOWEST_RANK,
     ) -> None:
         self._model = model_config
         self._max_samplers = max_samplers
         self._put = (
             make_adapter_placement(layout, model_config, is_pool=True) if layout.is_sharded else lambda tree: tree
         )
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._make_shapes(num_slots, LOWEST_RANK))
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._make_shapes(num_slots, rank))
         self._adapters: Adapter = self._put(empty)
         self._slots: dict[SamplerId, int] = {}
         self._last_gathered: tuple[tuple[int, ...], RowsByLayer] | None = None

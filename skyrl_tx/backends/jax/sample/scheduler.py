@@ -413,10 +413,6 @@ class SampleScheduler:
             prefix_cache_tokens=sum(cache.prefixes.num_tokens for cache in caches),
         )
 
-    def queue_usual(self, sampler: SamplerId) -> None:
-        """Begin to compile sampling programs in parallel. `sampler` must be loaded."""
-        self._programs.queue_usual(sampler)
-
     def compile_all(self, sampler: SamplerId, *, usual_only: bool = False) -> None:
         """Run every sampling program once, or the usual ones, so that none is compiled later.
 

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, Prepa
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.weights import hf
 
 MICRO_BATCH, CONTEXT = 256, 512
 LOSSES = "cross_entropy", "importance_sampling", "ppo", "cispo"
@@ -129,14 +131,22 @@ def main(directory: str, cache: Path) -> None:
             late.append(labels["fun_name"])
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    backend = JaxBackend(directory, make_config(cache))
+    backend, load, queued = JaxBackend(directory, make_config(cache)), hf.load, list[str]()
+
+    def load_weights(*arguments: Any, **named: Any) -> Any:
+        assert backend._compiler is not None
+        queued.extend(sorted({type(key).__name__ for key, _ in chain(*backend._compiler._needed.values())}))
+        return load(*arguments, **named)
+
+    hf.load = load_weights
     backend.start()
     while backend.meters().progress is not None:  # slices of multiple adapters
         time.sleep(0.05)
     late.clear()
     train(backend)
     backend.close()
-    print(json.dumps({"late": late, "programs": events["compile_requests_use_cache"], "found": events["cache_hits"]}))
+    programs, found = events["compile_requests_use_cache"], events["cache_hits"]
+    print(json.dumps({"queued": queued, "late": late, "programs": programs, "found": found}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.sample.layer_views import separate_layers, separate_shapes
+from skyrl_tx.backends.jax.sample.layer_views import separate_layers
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train.training_programs import make_param_shapes
@@ -48,7 +48,7 @@ def test_layers_lie_in_their_stack_and_keep_it(dtype):
 def test_shapes_of_layers_are_sharded_like_stacks(tiny):
     layout = make_abstract_layout(MeshConfig(fsdp=2, tp=2))
     stacks = make_param_shapes(models.describe_params(tiny.config), layout, NO_KERNELS, np.dtype(jnp.bfloat16))
-    separate = separate_shapes(stacks)
+    separate = separate_layers(stacks)
     for stack, layers in zip(stacks.layers, separate.layers, strict=True):
         assert isinstance(layers, tuple) and not isinstance(stack, tuple)
         for name, leaf in stack.items():
