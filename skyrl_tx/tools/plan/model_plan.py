@@ -31,6 +31,13 @@ from skyrl_tx.tools.plan.meshes import (
 from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 from skyrl_tx.weights import hf
 
+_SIZE_FLAGS = {
+    "max_sample_tokens": "--backend-config.max-sample-tokens",
+    "micro_batch_tokens": "--backend-config.micro-batch-tokens",
+    "max_lora_adapters": "--adapters",
+}
+"""The flags of sizes that the backend chooses itself unless they are configured."""
+_LOWER_RANKS = (64, 32, 16, 8)
 _SHORT_TOKENS = 4096
 """The plan warns if samples can have fewer tokens than this, because a typical sample would not fit."""
 
@@ -229,16 +236,36 @@ def _make_rate(work: str, bound: RooflineBound, devices: Devices, detail: str) -
     return Rate(work, int(bound.tokens_per_s), bound.bottleneck, detail, expected)
 
 
-def _suggest_rank(model_plan: ModelPlan, config: JaxConfig) -> str:
-    """Say which lower --rank would fit, as the end of a sentence. Empty if none would.
+def _suggest_changes(model_plan: ModelPlan, config: JaxConfig) -> str:
+    """Say which settings make the model fit, as the end of a sentence. Empty if none does.
 
-    KV cache and micro-batches are already as small as one model in training needs.
+    Sizes that are not configured are already as small as one model in training needs.
     """
-    plan, missing = model_plan.plan, model_plan.used_bytes - model_plan.devices.limit_bytes
-    ranks = [rank for rank in (32, 16, 8) if rank < config.max_lora_rank]
-    for rank in ranks:
-        if plan.max_models * plan.model_bytes * (1 - rank / config.max_lora_rank) >= missing:
-            return f"; it fits with --rank {rank} instead of {config.max_lora_rank}"
+    if (model_plan.plan.free_bytes or 0) < 0:  # the weights alone do not fit
+        return ""
+
+    # Leave a configured size to the backend, then all of them, then also lower the rank.
+    given = {name: None for name in _SIZE_FLAGS if getattr(config, name) is not None}
+    ranks = [rank for rank in _LOWER_RANKS if rank < config.max_lora_rank]
+    changes = [{name: None} for name in given] + [given, *({**given, "max_lora_rank": rank} for rank in ranks)]
+
+    # Return the first change that makes the model fit.
+    devices, layout = model_plan.devices, make_abstract_layout(model_plan.chosen.mesh)
+    for change in filter(None, changes):
+        changed, dtype = config.model_copy(update=change), jnp.dtype(model_plan.plan.dtype)
+        family, limit = devices.kind.family, devices.limit_bytes
+        plan = plan_start(changed, layout, model_plan.model, dtype, platform=family, limit_bytes=limit)
+
+        if replace(model_plan, plan=plan, items=tuple(_list_items(plan, changed))).fits:
+            sizes = {
+                "max_lora_rank": changed.max_lora_rank,
+                "max_lora_adapters": plan.max_models,
+                "max_sample_tokens": plan.samples.tokens,
+                "micro_batch_tokens": plan.passes.micro_batch_tokens,
+            }
+            flags = {**_SIZE_FLAGS, "max_lora_rank": "--rank"}
+            found = (f"{flags[name]} {sizes[name]} instead of {getattr(config, name)}" for name in change)
+            return f"; it fits with {' and '.join(found)}"
     return ""
 
 
@@ -248,11 +275,13 @@ def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
     # The devices.
     if not model_plan.fits:
         needed = -(-plan.weight_bytes * devices.number // int(WEIGHT_SHARE * devices.limit_bytes))
+        suggested = _suggest_changes(model_plan, config)
+        at_least = f" (the weights need at least {needed})" if needed > devices.number else ""
         yield (
             f"the model does not fit: it needs {format_bytes(model_plan.used_bytes)} on each device"
             f"{'' if model_plan.used_bytes > devices.limit_bytes else ' without a KV cache'}, and "
-            f"{format_bytes(devices.limit_bytes)} are usable{_suggest_rank(model_plan, config)}. Use more devices (the "
-            f"weights need at least {needed})"
+            f"{format_bytes(devices.limit_bytes)} are usable{suggested}. {'Or use' if suggested else 'Use'} more "
+            f"devices{at_least}"
         )
     if devices.number > kind.per_host:
         yield f"{devices} needs more than one host of up to {kind.per_host} devices; set --hosts.size"

@@ -1,6 +1,7 @@
 """`skyrl-tx plan`, run like a user would."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,31 @@ def test_a_model_that_does_not_fit(dense: str, capsys: pytest.CaptureFixture[str
     status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:1x1")
     assert status == 1 and not found["fits"] and found["free_bytes"] < 0
     assert "the weights need at least 2" in found["warnings"][0]
+
+
+SMALL = {**QWEN3_8B, "num_hidden_layers": 4, "vocab_size": 32_000}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--adapters", "64", "--rank", "256"), r"it fits with --adapters \d+ instead of 64\. Or use more devices$"),
+        (("--backend-config.micro-batch-tokens", "65536"), r"micro-batch-tokens \d+ instead of 65536\. Or use"),
+        (
+            ("--backend-config.max-sample-tokens", "900000", "--adapters", "99"),
+            r"max-sample-tokens \d+ instead of 900000 and --adapters \d+ instead of 99\. Or use",
+        ),
+        (("--rank", "4096"), r"it fits with --rank 64 instead of 4096\. Or use"),
+        (("--adapters", "1"), ""),
+    ],
+)
+def test_a_model_that_fits_with_smaller_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    status, found = as_json(capsys, "--base-model", str(tmp_path), "--device", "v5e:1x1", *flags)
+    assert status == (1 if said else 0)
+    assert not said or re.search(said, found["warnings"][0])
 
 
 def test_warnings(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
