@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak format proto release constraints docs \
+.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak sdk-watch format proto release constraints docs \
 	reference vendor aot gpu gpu-rl gpu-wheels real
 
 help:  ## print this list
@@ -57,6 +57,9 @@ neighbour:  ## measure what the largest calls of one owner cost another owner (1
 
 soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.soak --minutes 15 $(FLAGS)
+
+sdk-watch:  ## say whether the package index has a release of tinker that is newer than the newest tested one
+	python -m tests.support.sdk_watch
 
 format:  ## format the code and fix what ruff can fix
 	ruff format .
