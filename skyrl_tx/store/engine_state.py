@@ -90,6 +90,14 @@ def sum_meters(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
     return cast(Mapping[str, object], reduce(_add_meters, meters)) if meters else None
 
 
+def can_sample(rows: Sequence[EngineStateRow]) -> bool:
+    """Return whether samples can be drawn: not all sampling servers are lost, or the trainer draws them."""
+    meters = sum_meters(rows) or {}
+    backend = cast(Mapping[str, int], meters.get("backend", {}))
+    num_servers, num_lost = backend.get("sampler_servers", 0), backend.get("sampler_servers_lost", 0)
+    return not num_servers or num_lost < num_servers or "fallback_samples" in backend
+
+
 def get_outage(rows: Sequence[EngineStateRow]) -> str | None:
     """Return which part of a backend does not work, or None.
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func, true, update
+from sqlalchemy import bindparam, case, func, true, update
 from sqlalchemy import delete as delete_from
+from sqlalchemy import select as select_columns
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -235,6 +236,19 @@ def list_active(tx: Session, owner: str, since: float) -> list[ModelRow]:
 def count(tx: Session) -> int:
     """Return the number of models that are not deleted, of all owners."""
     return tx.exec(select(func.count()).select_from(ModelRow).where(col(ModelRow.deleted_at).is_(None))).one()
+
+
+_FAILED_BY_SESSION = (
+    select_columns(col(ModelRow.session_id), func.max(col(ModelRow.model_id)))
+    .where(is_in_batch(col(ModelRow.session_id)), col(ModelRow.deleted_at).is_(None))
+    .group_by(col(ModelRow.session_id))
+    .having(func.count() == func.sum(case((col(ModelRow.status) == "failed", 1), else_=0)))
+)
+
+
+def find_failed_by_session(tx: Session, session_ids: Iterable[SessionId]) -> dict[SessionId, ModelId]:
+    """Return a run of each session whose runs could all not be created."""
+    return {SessionId(name): ModelId(run) for name, run in execute_in_batches(tx, _FAILED_BY_SESSION, session_ids)}
 
 
 def list_by_session(tx: Session, session_id: SessionId) -> list[ModelRow]:

@@ -50,6 +50,7 @@ def get_storage(call: IncomingList, project_id: str | None = None) -> schemas.St
             schemas.StoredItem(
                 project_id=project,
                 org_user_urn=f"{USER_URN}{owner}",
+                user_email=owner if "@" in owner else None,
                 user_name=owner,
                 checkpoint_count=storage.num_checkpoints,
                 size_bytes=storage.num_bytes,

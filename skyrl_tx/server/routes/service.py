@@ -75,10 +75,15 @@ def get_dynamic_config(call: Incoming) -> dict[str, int | bool]:
 @router.get("/get_server_capabilities")
 def get_capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
     """List the base models of this server with their context length."""
-    state = call.store.read(engine_state.get)
+    rows = call.store.read(engine_state.list_engines)
+    state = engine_state.choose_main_engine(rows)
     context_length = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
-    names = call.settings.model_names
-    models = [schemas.SupportedModel(model_name=name, max_context_length=context_length) for name in names]
+    models = [
+        schemas.SupportedModel(
+            model_name=name, max_context_length=context_length, sampleable=engine_state.can_sample(rows)
+        )
+        for name in call.settings.model_names
+    ]
     return {"supported_models": models}
 
 

@@ -1,6 +1,8 @@
 """Endpoints for client sessions and for searching them."""
 
+import re
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import islice
 from typing import get_args
@@ -8,7 +10,7 @@ from typing import get_args
 from fastapi import APIRouter, Request, Response
 from sqlmodel import Session
 
-from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import AccessScope, Incoming, IncomingList, Limit, Offset
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.responses import make_list_response
@@ -27,6 +29,10 @@ _OWN_LOSSES = (
     "loss stable_reinforce: Tinker's formula is not public, so this server uses its own definition; "
     "importance_sampling, ppo and cispo are as Tinker documents them"
 )
+NEWEST_TESTED_SDK = 0, 38
+"""The newest release of the SDK that the tests run. Clients of newer ones get a warning."""
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
+_SESSIONS_PER_QUERY = 200
 _ACTIVE_S = 600.0
 """A session is active if its last heartbeat is less than this many seconds old.
 
@@ -38,7 +44,8 @@ The SDK sends a heartbeat every 10 s.
 def create_session(call: Incoming, request: Request) -> dict[str, str]:
     """Create a session. A retry with the same idempotency key returns the same session.
 
-    Clients log the `info_message`, which has the address of the session's page.
+    Clients log the `info_message`, which has the address of the session's page, and the
+    `warning_message`.
     """
     new = call.body.parse_model(schemas.CreateSessionRequest)
     session_id = call.derive_session_id("session")
@@ -72,6 +79,13 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
         if extension.describe_session is not None
     )
     response["info_message"] = "\n".join([line for line in descriptions if line is not None] + [_OWN_LOSSES])
+    version = _VERSION.match(call.sdk_version)
+    if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
+        tested = ".".join(map(str, NEWEST_TESTED_SDK))
+        response["warning_message"] = (
+            f"this server was tested with releases of tinker up to {tested}, and this is {call.sdk_version}: "
+            "new functions may fail; update the server if there is a release for it"
+        )
     return response
 
 
@@ -174,16 +188,18 @@ def search_sessions(call: IncomingList) -> Response:
         rows = sessions.iterate(
             tx, call.caller.owner_filter, owners, request.project_ids, _find_position(tx, request.cursor)
         )
-        matches = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
+        found = _add_statuses(tx, rows, now)
+        matches = [*islice((match for match in found if _matches(*match, request)), request.limit + 1)]
         page = matches[: request.limit]
-        stored = checkpoints.get_usage_by_session(tx, [row.session_id for row in page], now)
+        stored = checkpoints.get_usage_by_session(tx, [row.session_id for row, _ in page], now)
+        last = page[-1][0] if len(matches) > len(page) else None
         return schemas.SessionSearchResponse(
-            sessions=[_describe_session(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
-            next_cursor=schemas.SearchCursor(
-                last_created_at=to_utc_time(page[-1].created_at), last_session_id=page[-1].session_id
-            )
-            if len(matches) > len(page)
-            else None,
+            sessions=[
+                _describe_session(row, status, stored.get(row.session_id, StorageUsage())) for row, status in page
+            ],
+            next_cursor=None
+            if last is None
+            else schemas.SearchCursor(last_created_at=to_utc_time(last.created_at), last_session_id=last.session_id),
         )
 
     return make_list_response(call.store.read(work), exclude_none=True)
@@ -202,14 +218,22 @@ def _find_position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[fl
     return created_at, SessionId(cursor.last_session_id)
 
 
-def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float) -> bool:
+def _add_statuses(
+    tx: Session, rows: Iterator[SessionRow], now: float
+) -> Iterator[tuple[SessionRow, schemas.SessionStatus | None]]:
+    """Yield sessions with their status."""
+    while chunk := list(islice(rows, _SESSIONS_PER_QUERY)):
+        failed = models.find_failed_by_session(tx, [row.session_id for row in chunk])
+        for row in chunk:
+            yield row, _describe_status(row, failed.get(row.session_id), now)
+
+
+def _matches(row: SessionRow, status: schemas.SessionStatus | None, request: schemas.SessionSearchRequest) -> bool:
     metadata = _decode_metadata(row)
     if any(metadata.get(name) != value for name, value in request.user_metadata.items()):
         return False
-    if request.statuses is not None:
-        status = _describe_status(row, now)
-        if not any(_has_status(status, query) for query in request.statuses):
-            return False
+    if request.statuses is not None and not any(_has_status(status, query) for query in request.statuses):
+        return False
     if request.session_id is None and request.display_name is None:
         return True
     name = (row.display_name or "").lower()
@@ -217,7 +241,7 @@ def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float)
     return is_named or row.session_id == request.session_id
 
 
-def _has_status(status: schemas.ClientFinished | schemas.Active | None, query: schemas.StatusQuery) -> bool:
+def _has_status(status: schemas.SessionStatus | None, query: schemas.StatusQuery) -> bool:
     if status is None or status.type != query.type:
         return False
     return (
@@ -225,22 +249,27 @@ def _has_status(status: schemas.ClientFinished | schemas.Active | None, query: s
     )
 
 
-def _describe_status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Active | None:
+def _describe_status(row: SessionRow, failed_run: ModelId | None, now: float) -> schemas.SessionStatus | None:
+    reason, _, detail = (row.finish_reason or "").partition(": ")
+    is_finished = reason in get_args(schemas.FinishReasonType)
+    if failed_run is not None and not is_finished:
+        return schemas.Failed(reason=schemas.FailedRun(training_run_id=failed_run))
     if row.finished_at is None:
         return schemas.Active() if row.last_heartbeat_at > now - _ACTIVE_S else None
-    reason, _, detail = (row.finish_reason or "").partition(": ")
-    if reason not in get_args(schemas.FinishReasonType):
-        return None
+    if not is_finished:
+        return schemas.Cancelled(detail=row.finish_reason)
     return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
 
 
-def _describe_session(row: SessionRow, stored: StorageUsage, now: float) -> schemas.SessionSummary:
+def _describe_session(
+    row: SessionRow, status: schemas.SessionStatus | None, stored: StorageUsage
+) -> schemas.SessionSummary:
     return schemas.SessionSummary(
         session_id=row.session_id,
         created_at=to_utc_time(row.created_at),
         owner=f"{USER_URN}{row.owner}",
         project_id=row.project_id or "",
-        status=_describe_status(row, now),
+        status=status,
         checkpoints_count=stored.num_checkpoints,
         display_name=row.display_name,
         user_metadata=_decode_metadata(row),

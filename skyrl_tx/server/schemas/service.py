@@ -76,6 +76,7 @@ class SupportedModel(Response):
     max_context_length: int | None = None
     trainable: bool = True
     sampleable: bool = True
+    """False while all sampling servers are lost, and the trainer does not sample instead of them."""
 
 
 class SessionResponse(Response):
@@ -186,20 +187,49 @@ class ClientFinished(Response):
     detail: str | None = None
 
 
+class FailedRun(Response):
+    """The run that failed a session."""
+
+    type: Literal["training_run"] = "training_run"
+    training_run_id: str
+
+
+class Failed(Response):
+    """The status of a session whose runs could all not be created."""
+
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"] = "user"
+    reason: FailedRun
+    message: str = "the training run could not be created"
+
+
+class Cancelled(Response):
+    """The status of a session that the server ended, for example because its heartbeats stopped."""
+
+    type: Literal["cancelled"] = "cancelled"
+    detail: str | None = None
+
+
 class Active(Response):
     """The status of a session with a recent heartbeat."""
 
     type: Literal["active"] = "active"
 
 
+SessionStatus = ClientFinished | Failed | Cancelled | Active
+
+
 class SessionSummary(Response):
-    """A session in a search result. It has no status if its heartbeats have stopped."""
+    """A session in a search result.
+
+    It has no status if its heartbeats have stopped and the server has not ended it yet.
+    """
 
     session_id: str
     created_at: datetime
     owner: str
     project_id: str
-    status: ClientFinished | Active | None = None
+    status: SessionStatus | None = None
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None

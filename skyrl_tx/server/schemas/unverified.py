@@ -14,7 +14,7 @@ from skyrl_tx.server.schemas.service import SearchOwner
 from skyrl_tx.server.schemas.training import LoraConfig
 from skyrl_tx.server.schemas.weights import Checkpoint
 
-_VERSION = re.compile(r"(\d+)\.(\d+)")
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
 _FIRST_WITH_HEADERS = 0, 40
 
 
