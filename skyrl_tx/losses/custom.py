@@ -19,7 +19,8 @@ from skyrl_tx.contract.custom_loss import CustomLoss, Dim, Operation, Shape
 
 _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "neg": jnp.negative,
-    "abs": jnp.abs,
+    # As in torch, and other than in JAX, the derivative at 0 is 0
+    "abs": lambda x: x * jax.lax.stop_gradient(jnp.sign(x)),
     "sign": jnp.sign,
     "floor": jnp.floor,
     "square": jnp.square,
