@@ -67,6 +67,30 @@ def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> N
                 np.testing.assert_allclose(metric, datum["metrics"][key], **TOLERANCE, err_msg=name)
 
 
+def make_node(op: str, name: str, target: str, *args: object) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+
+def test_an_index_out_of_range_gives_nan_for_its_position_only() -> None:
+    nodes = [
+        *(make_node("placeholder", name, name) for name in ("logprobs", "index")),
+        make_node("call_function", "column", "torch.unsqueeze", {"ref": "index"}, 1),
+        make_node("call_function", "picked", "torch.gather", {"ref": "logprobs"}, 1, {"ref": "column"}),
+        make_node("call_function", "unknown", "torch.isnan", {"ref": "picked"}),
+        make_node("call_function", "kept", "torch.where", {"ref": "unknown"}, 100.0, {"ref": "picked"}),
+        make_node("call_function", "total", "torch.sum", {"ref": "kept"}),
+        make_node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]}),
+    ]
+    inputs = [{"name": "logprobs", "rank": 2}, {"name": "index", "rank": 1}]
+    upload = {"session_id": "s", "custom_loss_seq_id": 0, "name": "loss", "inputs": inputs}
+    loss = compile_upload({"upload": upload | {"graph": {"format": 1, "nodes": nodes}}})
+
+    logprobs, index = jnp.array([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]), jnp.array([1.0, 2.0, -1.0])
+    sizes = {"T": jnp.int32(3), "K": jnp.int32(2)}
+    value, _, gradient = custom.value_and_gradient(loss, [logprobs, index], jnp.array(loss.constants), sizes)
+    assert value == 198.0 and gradient.tolist() == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+
 def test_the_reference_uses_every_operation(reference: dict[str, Any]) -> None:
     operations = {
         operation.name for described in reference.values() for operation in compile_upload(described).operations

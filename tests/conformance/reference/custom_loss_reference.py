@@ -82,6 +82,20 @@ WHOLE_LOSSES: dict[str, Elementwise] = {
     "dot": lambda x, a, m: torch.dot(x, a) + x.dot(a),
     "keepdim": lambda x, a, m: (x - x.mean(dim=0, keepdim=True)).square().sum() + x.sum(0, keepdim=True).squeeze(0),
     "gspo": lambda x, a, m: -(torch.exp(((x - a) * m).sum().detach() / m.sum()) * torch.exp(x - x.detach()) * a).sum(),
+    "square_error": lambda x, a, m: F.mse_loss(x, a) + F.mse_loss(x, m, reduction="sum") + (F.mse_loss(-1 * x, x * a)),
+    "absolute_error": lambda x, a, m: F.l1_loss(x, a) + F.l1_loss(x, x.detach()) + F.l1_loss(x, a, reduction="sum"),
+    "huber": lambda x, a, m: (
+        F.huber_loss(x, a, delta=0.5)
+        + (F.huber_loss(x, a, reduction="none", delta=2) * m).sum()
+        + F.huber_loss(x, x.detach())
+    ),
+    "smooth_absolute_error": lambda x, a, m: (
+        F.smooth_l1_loss(x, a) + F.smooth_l1_loss(x, a, reduction="sum", beta=0.25) + F.smooth_l1_loss(x, x.detach())
+    ),
+    "kl_of_positions": lambda x, a, m: (
+        F.kl_div(x, a) + F.kl_div(x, a * m, reduction="batchmean") + F.kl_div(x, -a, log_target=True, reduction="sum")
+    ),
+    "products": lambda x, a, m: x @ a + torch.matmul(x, a) + torch.einsum("t,t", x, a * m) + torch.einsum("t->", x * a),
     "ppo": lambda x, a, m: -torch.minimum(torch.exp(x - a) * m, torch.clamp(torch.exp(x - a), 0.8, 1.2) * m).sum(),
 }
 """Functions of the same arguments that return the loss itself."""
@@ -94,6 +108,31 @@ TARGET_LOSSES: dict[str, Elementwise] = {
     "broadcast": lambda x, p, s: (x * p.sum(-1, keepdim=True) + x.amax(dim=1).unsqueeze(-1) * p).sum() * s,
     "sizes": lambda x, p, s: x.sum() / x.shape[1] + x.mean(dim=1).sum() + x.numel() * x.mean(),
     "cumsum": lambda x, p, s: (x.cumsum(1) * p).sum() + (torch.cumsum(x, 0) * p).sum(),
+    "kl_div": lambda x, p, s: F.kl_div(F.log_softmax(x, -1), p, reduction="batchmean") + F.kl_div(x, p) * s,
+    "kl_div_of_both": lambda x, p, s: F.kl_div(-x, x.exp(), reduction="sum") + F.kl_div(x, x * p, log_target=True),
+    "nll": lambda x, p, s: (
+        F.nll_loss(x, (p[:, 0] * 2.9).long())
+        + F.nll_loss(x, (p[:, 1] * 2.9).long(), reduction="sum", ignore_index=0) * s
+        + (F.nll_loss(x, (p[:, 2] * 2.9).to(torch.int64), reduction="none", ignore_index=1) * x[:, 0]).sum()
+    ),
+    "gather": lambda x, p, s: (
+        (x.gather(1, (p[:, 1:] * 2.9).long()[:, 0].unsqueeze(1)) * p).sum()
+        + torch.gather(x[1:], -1, (p[1:, 0, None] * 2).int().long()).exp().sum()
+    ),
+    "einsum": lambda x, p, s: (
+        torch.einsum("tk,tk->t", x, p).exp().sum()
+        + torch.einsum("k, tk, t -> t", x[0], p, x.sum(1)).square().sum()
+        + torch.einsum("t,tk->tk", x[:, 0], p).sin().sum()
+        + torch.einsum("tk->k", x).square().sum()
+        + torch.einsum("tk,tk", x, p) * s
+    ),
+    "matmul": lambda x, p, s: (
+        (x @ p[0]).exp().sum()
+        + (x[:, 1] @ p).square().sum()
+        + x.mv(p[-1]).sin().sum()
+        + (x.sum(0, keepdim=True).matmul(p[0].unsqueeze(1))).sum()
+        + (x[:, 0, None] @ p[None, 0]).cos().sum()
+    ),
 }
 """Losses of log-probabilities [T, K], a distribution [T, K], and a scalar."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.submission.loss_graph import composed
 from skyrl_tx.server.submission.loss_graph.arguments import (
     Argument,
     Arguments,
@@ -206,8 +207,10 @@ def _to(x: Arguments) -> Value:
             return x.get_number("input")
         case DtypeArgument("bool"):
             return x.builder.to_bool(x.get_tensor("input"))
+        case DtypeArgument("int64" | "int32"):
+            return composed.truncate(x)
         case _:
-            raise UserError("only the dtypes torch.float32 and torch.bool are supported")
+            raise UserError("only the dtypes torch.float32 and torch.bool are supported, and torch.int64 for indices")
 
 
 def _unsqueeze(x: Arguments) -> Value:
@@ -354,6 +357,9 @@ _SHARED: Mapping[str, Entry] = {
     "log_softmax": Entry("input dim dtype?", _log_softmax),
     "cumsum": Entry("input dim dtype?", _cumsum),
     "dot": Entry("input other", _dot),
+    "matmul": Entry("input other", composed.matmul),
+    "mv": Entry("input other", composed.matmul),
+    "gather": Entry("input dim index", composed.gather),
     "clone": Entry("input", _same),
     "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.get_tensor("input"))),
     "unsqueeze": Entry("input dim", _unsqueeze),
@@ -365,6 +371,8 @@ _SHARED: Mapping[str, Entry] = {
 _METHODS_ONLY: Mapping[str, Entry] = {
     "float": Entry("input", lambda x: x.get_number("input")),
     "bool": Entry("input", lambda x: x.builder.to_bool(x.get_tensor("input"))),
+    "long": Entry("input", composed.truncate),
+    "int": Entry("input", composed.truncate),
     "to": Entry("input dtype", _to),
     "type": Entry("input dtype", _to),
     "contiguous": Entry("input", _same),
@@ -372,16 +380,26 @@ _METHODS_ONLY: Mapping[str, Entry] = {
     "dim": Entry("input", lambda x: len(x.get_tensor("input").shape)),
     "where": Entry("input condition other", _where),
 }
+_LOSS = "input target size_average? reduce? reduction?"
 _NEURAL: Mapping[str, Entry] = {
     "sigmoid": _SHARED["sigmoid"],
     "tanh": _SHARED["tanh"],
     "relu": _SHARED["relu"],
     "softmax": Entry("input dim _stacklevel? dtype?", _softmax),
     "log_softmax": Entry("input dim _stacklevel? dtype?", _log_softmax),
+    "mse_loss": Entry(f"{_LOSS} weight?", composed.square_error),
+    "l1_loss": Entry(f"{_LOSS} weight?", composed.absolute_error),
+    "smooth_l1_loss": Entry(f"{_LOSS} beta?", composed.smooth_absolute_error),
+    "huber_loss": Entry("input target reduction? delta? weight?", composed.huber),
+    "kl_div": Entry(f"{_LOSS} log_target?", composed.kl_divergence),
+    "nll_loss": Entry(
+        "input target weight? size_average? ignore_index? reduce? reduction?", composed.negative_log_likelihood
+    ),
 }
 _OPERATORS: Mapping[str, Entry] = {
     **{name: _SHARED[name] for name in ("add", "sub", "mul", "neg", "abs", "pow", "eq", "ne", "lt", "le", "gt", "ge")},
     "truediv": Entry("input other", _div),
+    "matmul": _SHARED["matmul"],
     "pos": Entry("input", _same),
     "and_": Entry("input other", _bitwise("logical_and")),
     "or_": Entry("input other", _bitwise("logical_or")),
@@ -398,6 +416,7 @@ FUNCTIONS: Mapping[str, Entry] = {
     "torch.zeros_like": Entry("input dtype?", _full(0.0)),
     "torch.ones_like": Entry("input dtype?", _full(1.0)),
     "torch.full_like": Entry("input fill_value dtype?", _full_like),
+    "torch.functional.einsum": Entry("equation first second? third? fourth?", composed.einsum),
     **{f"torch.nn.functional.{name}": entry for name, entry in _NEURAL.items()},
     "torch.nn.functional.softplus": Entry("input beta? threshold?", _softplus),
     "torch._C._nn.softplus": Entry("input beta? threshold?", _softplus),

@@ -155,6 +155,32 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ([call("e", "operator.and_", REF, REF)], "need bool tensors"),
         ([call("e", "torch.clamp", REF)], "one of the arguments min and max is needed"),
         ([call("e", "torch.div", REF, 2, rounding_mode="floor")], "argument rounding_mode 'floor' is not supported"),
+        # Composed functions.
+        ([call("e", "torch.nn.functional.mse_loss", REF, WEIGHTS, weight=REF)], "argument weight is not supported"),
+        ([call("e", "torch.nn.functional.mse_loss", REF, WEIGHTS, reduce=True)], "argument reduce True is not"),
+        ([call("e", "torch.nn.functional.l1_loss", REF, WEIGHTS, reduction="max")], "argument reduction must be"),
+        (
+            [call("e", "torch.nn.functional.huber_loss", REF, WEIGHTS, delta=-1)],
+            "argument delta must be a number above",
+        ),
+        ([call("e", "torch.nn.functional.huber_loss", REF, WEIGHTS, delta=REF)], "argument delta must be a number"),
+        ([call("e", "torch.nn.functional.nll_loss", REF, WEIGHTS)], "takes tensors [T, K] and [T], not [T] and [T]"),
+        ([method("e", "gather", REF, 0, WEIGHTS)], "takes a tensor [T, K], dim 1 and an index [T, 1], not [T], dim 0"),
+        ([call("e", "torch.functional.einsum", "i,j->ij", REF, WEIGHTS)], "grows with the square of the length"),
+        ([call("e", "torch.functional.einsum", "ii->i", REF)], "ii does not fit tensors [T]"),
+        ([call("e", "torch.functional.einsum", "t->tt", REF)], "subscripts 'tt' need a diagonal or a transposed"),
+        ([call("e", "torch.functional.einsum", "t->k", REF)], "subscripts 'k' must be letters of the operands"),
+        ([call("e", "torch.functional.einsum", "t->.", REF)], "subscripts '.' must be letters of the operands"),
+        ([call("e", "torch.functional.einsum", "t", REF, REF)], "t does not fit tensors [T], [T]"),
+        ([call("e", "torch.functional.einsum", "t" * 65, REF)], "argument equation must be a text of at most 64"),
+        ([call("e", "torch.functional.einsum", "t")], "argument first is missing"),
+        (
+            [
+                call("a", "operator.getitem", REF, {"slice": [1, None, None]}),
+                call("e", "operator.matmul", {"ref": "a"}, REF),
+            ],
+            "k,k does not fit tensors [T-1], [T]",
+        ),
         # Indices.
         ([call("e", "operator.getitem", REF, WEIGHTS)], "use torch.where for a mask"),
         ([call("e", "operator.getitem", REF, {"slice": [None, 5, None]})], "a slice must end at a negative number"),
@@ -224,3 +250,14 @@ def test_a_chain_of_powers_has_one_operation_each_and_no_larger_value() -> None:
     chain = [call(f"n{i}", "operator.mul", {"ref": f"n{i - 1}" if i else "logprobs"}, REF) for i in range(200)]
     loss = compile_nodes(*chain, method("sum_1", "sum", {"ref": "n199"}), output(TOTAL))
     assert len(loss.operations) == 201 and loss.needs().num_elements(100, 1) == 2 * 100 + 200 * 100 + 1
+
+
+def test_picking_a_target_takes_no_more_memory_than_the_inputs() -> None:
+    loss = compile_nodes(
+        method("index", "unsqueeze", WEIGHTS, 1),
+        call("picked", "torch.gather", REF, 1, {"ref": "index"}),
+        method("sum_1", "sum", {"ref": "picked"}),
+        output(TOTAL),
+        ranks=(2, 1),
+    )
+    assert loss.needs().num_elements(1000, 50) < 8 * 1000 * 50

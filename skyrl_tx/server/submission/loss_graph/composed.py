@@ -1,0 +1,193 @@
+"""Functions of torch that are composed of several operations: losses, gather, and tensor products.
+
+No intermediate value has more elements than an input [T, K]. A product that needs more is refused.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from skyrl_tx.contract.custom_loss import MAX_EXACT
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.submission.loss_graph.arguments import Arguments
+from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
+
+_MAX_EQUATION = 64
+
+
+def square_error(x: Arguments) -> Value:
+    """Translate `mse_loss`."""
+    return _reduce(x, x.builder.emit("square", _subtract(x)))
+
+
+def absolute_error(x: Arguments) -> Value:
+    """Translate `l1_loss`."""
+    return _reduce(x, x.builder.emit("abs", _subtract(x)))
+
+
+def huber(x: Arguments) -> Value:
+    """Translate `huber_loss`."""
+    width = _read_positive(x, "delta")
+    return _reduce(x, _join_quadratic_and_linear(x, width, width))
+
+
+def smooth_absolute_error(x: Arguments) -> Value:
+    """Translate `smooth_l1_loss`, which is `huber_loss` divided by the width of the quadratic part."""
+    width = _read_positive(x, "beta")
+    return _reduce(x, _join_quadratic_and_linear(x, width, 1.0))
+
+
+def kl_divergence(x: Arguments) -> Value:
+    """Translate `kl_div`."""
+    emit, value, target = x.builder.emit, x.get_number("input"), x.get_number("target")
+    if x.get_flag("log_target"):
+        return _reduce(x, emit("mul", emit("exp", target), emit("sub", target, value)))
+
+    # A target of 0 has no entropy. Its logarithm must not be computed, because it has no gradient.
+    is_zero = emit("eq", target, x.builder.add_constant(0.0))
+    safe = emit("where", is_zero, x.builder.add_constant(1.0), target)
+    return _reduce(x, emit("mul", target, emit("sub", emit("log", safe), value)))
+
+
+def negative_log_likelihood(x: Arguments) -> Value:
+    """Translate `nll_loss` of log-probabilities [T, K] and classes [T]. Ignored classes do not count."""
+    emit, value, target = x.builder.emit, x.get_number("input"), x.get_number("target")
+    ignored = x.get("ignore_index", -100)
+    if isinstance(ignored, bool) or not isinstance(ignored, int):
+        raise UserError("argument ignore_index must be a whole number")
+    if len(value.shape) != 2 or target.shape != value.shape[:1]:
+        raise UserError(f"takes tensors [T, K] and [T], not {value.text} and {target.text}")
+
+    # The log-probability of each class, or 0 if it is ignored
+    picked = _pick(x.builder, value, emit("unsqueeze", target, options=(1,)))
+    counts = emit("ne", target, x.builder.add_constant(ignored))
+    loss = emit("where", counts, emit("neg", emit("squeeze", picked, options=(1,))), x.builder.add_constant(0.0))
+    if x.get("reduction", "mean") != "mean":
+        return _reduce(x, loss)
+    return emit("div", emit("sum", loss, options=(0, 0)), emit("sum", emit("to_float", counts), options=(0, 0)))
+
+
+def gather(x: Arguments) -> Value:
+    """Translate `gather` of one target per position: `x.gather(1, index)` with an index [T, 1]."""
+    value, index = x.get_number("input"), x.get_number("index")
+    axis = x.get_axis("dim", len(value.shape))
+    symbols = [dim.symbol for dim in index.shape]
+    if axis != 1 or len(symbols) != 2 or symbols[1] != "1" or index.shape[0] != value.shape[0]:
+        raise UserError(
+            f"takes a tensor [T, K], dim 1 and an index [T, 1], not {value.text}, dim {axis} and {index.text}"
+        )
+    return _pick(x.builder, value, index)
+
+
+def truncate(x: Arguments) -> Value:
+    """Translate a conversion to whole numbers, which have no gradient."""
+    emit, value = x.builder.emit, x.get_number("input")
+    whole = emit("mul", emit("sign", value), emit("floor", emit("abs", value)))
+    return emit("stop_gradient", whole)
+
+
+def matmul(x: Arguments) -> Value:
+    """Translate `@` of vectors and matrices."""
+    operands = [x.get_number("input"), x.get_number("other")]
+    ranks = len(operands[0].shape), len(operands[1].shape)
+    equation = {(1, 1): "k,k->", (2, 1): "tk,k->t", (1, 2): "t,tk->k", (2, 2): "ab,bc->ac"}.get(ranks)
+    if equation is None:
+        raise UserError(f"takes tensors of one or two dimensions, not {operands[0].text} and {operands[1].text}")
+    return _contract(x.builder, operands, equation)
+
+
+def einsum(x: Arguments) -> Value:
+    """Translate `einsum`. The axes of all operands must be in the same order."""
+    names = [name for name in ("first", "second", "third", "fourth") if x.get(name) is not None]
+    equation = x.get("equation")
+    if not isinstance(equation, str) or len(equation) > _MAX_EQUATION:
+        raise UserError(f"argument equation must be a text of at most {_MAX_EQUATION} characters")
+    return _contract(x.builder, [x.get_number(name) for name in names], equation.replace(" ", ""))
+
+
+def _contract(builder: Builder, operands: Sequence[Value], equation: str) -> Value:
+    """Return the sum of products that an equation such as "tk,k->t" describes."""
+    left, arrow, result = equation.partition("->")
+    subscripts = left.split(",")
+    if not arrow:
+        counts = Counter(left.replace(",", ""))
+        result = "".join(sorted(letter for letter, count in counts.items() if count == 1))
+    if [len(letters) for letters in subscripts] != [len(value.shape) for value in operands]:
+        raise UserError(f"{left} does not fit tensors {', '.join(value.text for value in operands)}")
+
+    # The order of the axes, from the operand with the most axes
+    order = "".join(dict.fromkeys("".join(sorted(subscripts, key=len, reverse=True))))
+    for letters in (*subscripts, result):
+        positions = [order.find(letter) for letter in letters]
+        if not (letters.isalpha() or not letters) or -1 in positions:
+            raise UserError(f"subscripts {letters!r} must be letters of the operands")
+        if sorted(set(positions)) != positions:
+            raise UserError(f"subscripts {letters!r} need a diagonal or a transposed tensor, which are not supported")
+    sizes = {
+        (letter, dim)
+        for letters, value in zip(subscripts, operands, strict=True)
+        for letter, dim in zip(letters, value.shape, strict=True)
+    }
+    if len(sizes) != len(order):
+        raise UserError(f"{left} does not fit tensors {', '.join(value.text for value in operands)}")
+
+    # Multiply all operands with their axes in this order, then sum
+    product: Value | None = None
+    for letters, value in zip(subscripts, operands, strict=True):
+        for axis, letter in enumerate(order):
+            if letter not in letters:
+                value = builder.emit("unsqueeze", value, options=(axis,))
+        product = value if product is None else builder.emit("mul", product, value)
+    assert product is not None
+    axes = [axis for axis, letter in enumerate(order) if letter not in result]
+    return builder.emit("sum", product, options=(0, *axes)) if axes else product
+
+
+def _pick(builder: Builder, value: Value, index: Value) -> Value:
+    """Return the elements of `value` [T, K] at an index [T, 1], or NaN where the index is out of range."""
+    emit, zero, one = builder.emit, builder.add_constant(0.0), builder.add_constant(1.0)
+    numbers = emit("sub", emit("cumsum", emit("broadcast", one, value), options=(1,)), one)
+    is_picked = emit("eq", numbers, index)
+    picked = emit("sum", emit("where", is_picked, value, zero), options=(1, 1))
+
+    # 0 / 1 if the index is in range, else 0 / 0
+    num_picked = emit("sum", emit("to_float", is_picked), options=(1, 1))
+    return emit("add", picked, emit("div", zero, num_picked))
+
+
+def _subtract(x: Arguments) -> Value:
+    if x.get("weight") is not None:
+        raise UserError("argument weight is not supported")
+    return x.builder.emit("sub", x.get_number("input"), x.get_number("target"))
+
+
+def _read_positive(x: Arguments, name: str) -> float:
+    given = x.get(name, 1.0)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_EXACT:
+        raise UserError(f"argument {name} must be a number above 0")
+    return float(given)
+
+
+def _join_quadratic_and_linear(x: Arguments, width: float, slope: float) -> Value:
+    """Return a loss that is quadratic up to an error of `width`, and then linear with `slope`."""
+    emit, constant = x.builder.emit, x.builder.add_constant
+    error = emit("abs", _subtract(x))
+    quadratic = emit("mul", emit("square", error), constant(0.5 * slope / width))
+    linear = emit("mul", emit("sub", error, constant(0.5 * width)), constant(slope))
+    return emit("where", emit("lt", error, constant(width)), quadratic, linear)
+
+
+def _reduce(x: Arguments, value: Value) -> Value:
+    """Apply the argument `reduction` of a loss."""
+    for name in ("weight", "size_average", "reduce"):
+        x.check_allowed(name, None)
+    axes = tuple(range(len(value.shape)))
+    match x.get("reduction", "mean"):
+        case "none":
+            return value
+        case "sum" | "mean" as name:
+            return x.builder.emit(name, value, options=(0, *axes)) if axes else value
+        case "batchmean" if axes:
+            total = x.builder.emit("sum", value, options=(0, *axes))
+            return x.builder.emit("div", total, x.builder.emit("size", value, options=(0,)))
+        case _:
+            raise UserError("argument reduction must be 'none', 'sum' or 'mean', or 'batchmean' for kl_div")
