@@ -68,6 +68,12 @@ def compute_rates(before: EngineReading | None, after: EngineReading | None) -> 
     for work, value in after.meters["device_seconds"].items():
         busy_s = max(value - before.meters["device_seconds"].get(work, 0.0), 0.0)
         rates[f"{work}_share"] = round(min(busy_s / seconds, 1.0), 4)
+
+    # Work of the backend, if it counts it
+    for name, rate, most in ("padding_tokens", "padding_tokens_per_s", None), ("compile_seconds", "compile_share", 1.0):
+        if name in before.meters["backend"] and name in after.meters["backend"]:
+            per_s = max(after.meters["backend"][name] - before.meters["backend"][name], 0) / seconds
+            rates[rate] = round(per_s if most is None else min(per_s, most), 4)
     return rates
 
 

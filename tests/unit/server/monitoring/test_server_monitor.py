@@ -33,6 +33,14 @@ def test_rates_are_differences_by_time() -> None:
     assert found["train_share"] == 0.5
 
 
+def test_padding_and_compilation_are_rates_of_the_backend() -> None:
+    before = word(0.0, padding_tokens=50, compile_seconds=3.0)
+    after = word(10.0, padding_tokens=70, compile_seconds=9.0)
+    found = compute_rates(before, after)
+    assert (found["padding_tokens_per_s"], found["compile_share"]) == (2.0, 0.6)
+    assert "compile_share" not in compute_rates(word(0.0), after), "another backend may not count it"
+
+
 def test_a_new_engine_has_no_rates_yet() -> None:
     assert compute_rates(word(100.0), word(110.0, boot_id="b")) == {}
     assert compute_rates(None, word(110.0)) == {} and compute_rates(word(100.0), None) == {}
