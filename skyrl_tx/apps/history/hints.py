@@ -234,17 +234,21 @@ def _check_slowness(steps: Sequence[OptimizerStep], other_users: Sequence[Device
     if slow is None:
         return None
     reason = "they wait for the device" if slow.waits else "their own passes take longer"
-    if slow.waits and other_users:
-        total = sum(user.device_s for user in other_users)
-        main_users = [user for user in other_users if user.device_s >= _MIN_SHARE * total][:3]
-        names = ", ".join(f"{user.name} ({user.device_s / total:.0%})" for user in main_users)
-        reason += f", which is used by {names}" if names else ""
+    if slow.waits and (names := name_main_users(other_users)):
+        reason += f", which is used by {names}"
     return Hint(
         "warning",
         f"Steps take {slow.recent_s:.1f} s, {slow.recent_s / slow.usual_s:.1f} times as long as before: {reason}.",
         "See the overview page for the users of the device.",
         slow.first.step,
     )
+
+
+def name_main_users(users: Sequence[DeviceUser]) -> str:
+    """Return the names of the users with the most device time, each with its share of all users."""
+    total = sum(user.device_s for user in users)
+    main_users = [user for user in users if user.device_s >= _MIN_SHARE * total][:3]
+    return ", ".join(f"{user.name} ({user.device_s / total:.0%})" for user in main_users)
 
 
 def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
@@ -277,13 +281,19 @@ def _check_reward(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def find_device_users(
-    tx: Session, since: float, model_id: ModelId, owner: str, may_see: Callable[[str], bool]
+    tx: Session,
+    since: float,
+    model_id: ModelId,
+    owner: str,
+    may_see: Callable[[str], bool],
+    until: float | None = None,
 ) -> Sequence[DeviceUser]:
     """Return the users of the device since a time, except for the given run, heaviest user first.
 
     `may_see` tells whether the reader may see the name of an owner.
     """
-    return sum_device_users(usage.read_totals(tx, None, since, ("owner", "model_id")), model_id, owner, may_see)
+    totals = usage.read_totals(tx, None, since, ("owner", "model_id"), until=until)
+    return sum_device_users(totals, model_id, owner, may_see)
 
 
 def sum_device_users(

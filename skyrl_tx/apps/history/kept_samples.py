@@ -219,6 +219,15 @@ def list_steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000)
     return [(number, num_groups) for number, num_groups in rows]
 
 
+def has_repeated_prompts(tx: Session, model_id: ModelId, step: int, owner: str) -> bool:
+    """Whether an owner's kept groups of a step have one sample each, and some have the same prompt."""
+    query = select(col(KeptSampleRow.sample_index), col(KeptSampleRow.prompt)).where(
+        _HAS_STEP, col(KeptSampleRow.owner) == owner
+    )
+    rows = execute(tx, query, {"model_id": model_id, "step": step, "since": 0.0}).all()
+    return len({prompt for _, prompt in rows}) < len(rows) and all(index == 0 for index, _ in rows)
+
+
 def read_step(
     tx: Session,
     model_id: str,

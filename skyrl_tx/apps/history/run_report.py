@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics, points
+from skyrl_tx.apps.history.advice import find_advice
+from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
 from skyrl_tx.apps.history.curves import OptimizerStep, add_samples, fold_newest_points, fold_points
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
+from skyrl_tx.apps.history.run_time import read_breakdown
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
@@ -35,12 +38,13 @@ CurvePoints = Sequence[tuple[int, float | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run with its curves, checkpoints and hints."""
+    """A run with its curves, checkpoints, hints, and where its time went."""
 
     summary: Record
     curves: Mapping[str, CurvePoints]
     checkpoints: Sequence[Record]
-    hints: Sequence[Hint] = ()
+    hints: Sequence[Hint]
+    time: Breakdown
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -49,12 +53,13 @@ def show(arguments: argparse.Namespace) -> None:
         report = store.read(lambda tx: read_report(tx, ModelId(arguments.run_id)))
     if arguments.json:
         curves = {name: [[step, value] for step, value in curve] for name, curve in report.curves.items()}
-        warnings = [asdict(hint) for hint in report.hints]
-        print(
-            json.dumps(
-                {**report.summary, "curves": curves, "checkpoints": report.checkpoints, "hints": warnings}, indent=2
-            )
-        )
+        more = {
+            "curves": curves,
+            "checkpoints": report.checkpoints,
+            "hints": [asdict(hint) for hint in report.hints],
+            "iterations": [asdict(iteration) for iteration in report.time.iterations],
+        }
+        print(json.dumps({**report.summary, **more}, indent=2))
     else:
         print(*format_report(report), sep="\n")
 
@@ -68,11 +73,13 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     steps = fold_points(newest) if len(newest) < MAX_POINTS else fold_newest_points(newest)
     logged = _read_newest_logged(tx, model_id)
     rows = checkpoints.list_by_run(tx, model_id, time.time())
+    breakdown = read_breakdown(tx, row, lambda _: True)
     return RunReport(
         summary=_make_summary(tx, row, steps),
         curves=make_curves(steps, logged),
         checkpoints=list(map(_make_checkpoint_record, rows)),
-        hints=_find_hints(tx, model_id, steps, logged),
+        hints=[*_find_hints(tx, model_id, steps, logged), *find_advice(breakdown)],
+        time=breakdown,
     )
 
 
@@ -175,6 +182,11 @@ def format_report(report: RunReport) -> Iterator[str]:
         if len(report.curves) > _MAX_CURVES:
             yield f"and {len(report.curves) - _MAX_CURVES} more metrics; --json prints all"
 
+    # Where the time went
+    if report.time.iterations:
+        yield ""
+        yield from format_table(_make_time_records(report.time))
+
     # Checkpoints
     if report.checkpoints:
         yield ""
@@ -190,6 +202,22 @@ def _make_curve_record(name: str, curve: CurvePoints) -> Record:
         "last": _format_number(values[-1]),
         "step": curve[-1][0],
     }
+
+
+def _make_time_records(breakdown: Breakdown) -> list[Record]:
+    """Return a record for each part of the time, with its share and its seconds per step."""
+    records: list[Record] = []
+    for part, title in PARTS.items():
+        seconds = [iteration.parts[part] for iteration in breakdown.iterations]
+        records.append(
+            {
+                "time of a step": title.lower(),
+                "share": f"{breakdown.compute_share(part):.0%}",
+                "seconds": _format_number(math.fsum(seconds) / len(seconds)),
+                "curve": draw_sparkline(seconds),
+            }
+        )
+    return records
 
 
 def _format_value(value: object) -> str:
