@@ -84,7 +84,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         prompt=prompt.tokens,
         params=add_stop_token(params, service.text.eos_token_id),
         is_streamed=bool(request.stream),
-        marks=prompt.form.marks,
+        marks=prompt.marks,
         kind=sessions.ANTHROPIC,
     )
     choice = request.tool_choice

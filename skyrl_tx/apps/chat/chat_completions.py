@@ -71,7 +71,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
-        marks=prompt.form.marks,
+        marks=prompt.marks,
     )
 
     service.check_length(len(prompt.tokens), params.max_tokens)

@@ -58,10 +58,10 @@ class Form:
     has_headers: bool = False
     """The text before a block is not content, but says what the block is."""
 
-    @property
-    def marks(self) -> set[str]:
-        """The texts that a parser needs to see even if they are special tokens."""
-        return {mark for block in self.blocks for mark in (block.start, *block.ends)} | set(self.inner_marks)
+    def list_marks(self, *, has_tools: bool) -> set[str]:
+        """Return the texts that a parser needs to see even if they are special tokens."""
+        form = self._select(calls=has_tools, reasoning=True)
+        return {mark for block in form.blocks for mark in (block.start, *block.ends)} | set(form.inner_marks)
 
     @property
     def has_calls(self) -> bool:

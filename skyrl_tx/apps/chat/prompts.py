@@ -1,7 +1,7 @@
 """Convert conversations of the OpenAI and Anthropic APIs to prompts of the served model."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -33,6 +33,11 @@ class ChatPrompt:
     tokens: list[int]
     form: Form | ResponseTemplate
     tools: Sequence[Mapping[str, object]]
+
+    @property
+    def marks(self) -> Collection[str]:
+        """The texts that the parser needs to see even if they are special tokens."""
+        return self.form.list_marks(has_tools=bool(self.tools))
 
     def create_parser(self, *, separates_reasoning: bool) -> MessageParser | TemplateParser:
         """Create a parser for one reply."""

@@ -28,12 +28,16 @@ class ResponseTemplate:
         """
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        self.marks = special_tokens
+        self._special_tokens = special_tokens
         try:
             self._template: Any = load_response_template(cast(Any, description))
         except (ValueError, TypeError) as error:
             raise UserError(f"the model's response template is malformed: {error}") from error
         self.has_calls = _CALLS in self._template.fields
+
+    def list_marks(self, *, has_tools: bool) -> Collection[str]:
+        """Return all special tokens, because the template may use any of them."""
+        return self._special_tokens
 
     def create_parser(
         self, prompt: str, tools: Sequence[Mapping[str, object]], *, separates_reasoning: bool

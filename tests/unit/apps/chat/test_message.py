@@ -221,6 +221,13 @@ def test_without_tools_a_call_is_content() -> None:
     assert parse([f"{ANALYSIS}<|end|>"], "harmony", calls=False) == [("reasoning", "I look.")]
 
 
+def test_marks_of_calls_are_hidden_without_tools() -> None:
+    assert FORMS["llama3"].list_marks(has_tools=True) > FORMS["llama3"].list_marks(has_tools=False)
+    assert "[ARGS]" not in FORMS["mistral"].list_marks(has_tools=False)
+    assert {"[THINK]", "[/THINK]"} <= FORMS["mistral"].list_marks(has_tools=False)
+    assert "<|channel|>" in FORMS["harmony"].list_marks(has_tools=False)
+
+
 def test_reasoning_can_stay_in_the_content() -> None:
     text = "<think>\nhm\n</think>\n\nYes."
     parser = FORMS["hermes"].create_parser("", [], separates_reasoning=False)
@@ -347,7 +354,7 @@ GEMMA: dict[str, list[Any]] = {
 def test_response_template_of_the_model_is_used(text: str) -> None:
     pytest.importorskip("transformers.utils.chat_parsing")
     template = ResponseTemplate(RESPONSE_TEMPLATE, ["<|tool_call>"])
-    assert template.has_calls and template.marks == ["<|tool_call>"]
+    assert template.has_calls and template.list_marks(has_tools=True) == ["<|tool_call>"]
     for pieces in split_everywhere(text):
         parser = template.create_parser("<|turn>user\nHi<turn|>\n<|turn>model\n", TOOLS, separates_reasoning=True)
         assert collect(parser, pieces) == GEMMA[text], pieces
