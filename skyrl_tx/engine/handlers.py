@@ -359,6 +359,12 @@ def _record_checkpoint(
         checkpoints.put(tx, checkpoint, request.overwrite)
         actor = audit.get_actor(tx, queued.session_id, queued.owner)
         audit.record(tx, "checkpoint_create", actor, now, path=path, size_bytes=artifact.size_bytes)
+        tx.flush()
+
+        # Older checkpoints go to the trash.
+        keep = checkpoints.find_keep_last(tx, path.model_id, context.settings.keep_last)
+        for old in checkpoints.trim(tx, path.model_id, path.kind, keep, now):
+            audit.record(tx, "checkpoint_delete", audit.SERVER, now, path=old, purpose="keep_last")
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
     observed = context.observers.observe_save(queued, path.model_id)

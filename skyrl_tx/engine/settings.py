@@ -25,6 +25,9 @@ class EngineFlags(CommonSettings):
     """How long the models of a silent or finished session are kept."""
     trash_retention_s: float = Field(default=7 * 86_400.0, ge=0)
     """How long deleted and expired checkpoints, and the last snapshots of ended runs, stay in the trash."""
+    keep_last: int = Field(default=0, ge=0)
+    """Number of checkpoints to train on, and of checkpoints to sample from, that each run keeps; 0: all.
+    Each save moves the older ones to the trash, except published ones and those with a TTL."""
     keep_samples: int = Field(default=32, ge=0)
     """Number of sample requests per step of a model whose prompts and completions the owner can read later; 0: none."""
     metrics_owners: bool = False

@@ -17,6 +17,8 @@ from skyrl_tx.store import sessions
 from skyrl_tx.store.database import execute, get_existing, is_in_batch, split_batches
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
+KEEP_LAST = "skyrl_tx.keep_last"
+"""Key in the metadata of a run or session: how many checkpoints of each kind are kept, or `all`."""
 _ROWS_PER_FETCH = 200
 
 
@@ -73,6 +75,34 @@ def undelete(tx: Session, path: CheckpointPath) -> bool:
         return False
     row.deleted_at = None
     return True
+
+
+def find_keep_last(tx: Session, model_id: ModelId, default: int) -> int:
+    """Return how many checkpoints of each kind a run keeps; 0 means all.
+
+    The metadata of the run decides, then the metadata of its session, then the default.
+    """
+    run = get_existing(tx, ModelRow, model_id)
+    session = get_existing(tx, SessionRow, run.session_id)
+    for metadata in (run.user_metadata or {}, session.user_metadata):
+        if (value := metadata.get(KEEP_LAST)) is not None:
+            return int(str(value)) if str(value).isdecimal() else 0
+    return default
+
+
+def trim(tx: Session, model_id: ModelId, kind: CheckpointKind, keep: int, now: float) -> list[CheckpointPath]:
+    """Mark all but the newest `keep` checkpoints of a kind as deleted, and return their paths.
+
+    Checkpoints that are published or have a TTL stay. Only checkpoints to train on and to sample
+    from are removed, and none if `keep` is 0.
+    """
+    if not keep or kind == CheckpointKind.EXTERNAL:
+        return []
+    newest_first = [row for row in reversed(list_by_run(tx, model_id, now)) if row.kind == kind]
+    superfluous = [row for row in newest_first[keep:] if not row.public and row.expires_at is None]
+    for row in superfluous:
+        row.deleted_at = now
+    return [row.path for row in superfluous]
 
 
 _DELETED = select(CheckpointRow).where(col(CheckpointRow.deleted_at) <= bindparam("before"))

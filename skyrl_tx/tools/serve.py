@@ -59,7 +59,7 @@ HELP_GROUPS = {
     ),
     "storage": (
         *("--database-url", "--artifacts", "--max-artifact-cache-bytes", "--session-retention-s"),
-        *("--trash-retention-s", "--fresh"),
+        *("--trash-retention-s", "--keep-last", "--fresh"),
     ),
     "monitoring": (
         *("--metrics-open", "--metrics-owners", "--metrics-port", "--metrics-host", "--log-format"),

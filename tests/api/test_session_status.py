@@ -34,6 +34,8 @@ def add_session(
         now = heartbeat or time.time()
         session_id = sessions.create(tx, owner="local", display_name=name, now=now)
         tx.flush()
+
+        # Its runs.
         for number, status in enumerate(runs):
             run = ModelRow(
                 model_id=model_id(session_id, number),
@@ -113,6 +115,7 @@ def test_a_model_without_sampling_servers_cannot_be_sampled(
             status="ready",
             capabilities={"max_context_length": 8},
             base_models=["a"],
+            # What clients are told
             meters={"backend": backend},
             updated_at=time.time(),
         )
@@ -122,3 +125,10 @@ def test_a_model_without_sampling_servers_cannot_be_sampled(
     (model,) = server.client.get("/api/v1/get_server_capabilities").json()["supported_models"]
     assert model == {"model_name": "a", "max_context_length": 8, "trainable": True, "sampleable": can_sample}
     assert engine_state.can_sample([])
+
+
+@pytest.mark.parametrize(("value", "status"), [("3", 200), (3, 200), ("all", 200), ("0", 400), ("-1", 400), ("x", 400)])
+def test_a_session_says_how_many_checkpoints_its_runs_keep(server: Server, value: object, status: int) -> None:
+    answer = server.post("create_session", tags=[], user_metadata={"skyrl_tx.keep_last": value})
+    assert answer.status_code == status, answer.text
+    assert status == 200 or "skyrl_tx.keep_last must be a number from 1, or 'all'" in answer.json()["detail"]

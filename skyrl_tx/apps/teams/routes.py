@@ -52,6 +52,7 @@ def get_storage(call: IncomingList, project_id: str | None = None) -> schemas.St
                 org_user_urn=f"{USER_URN}{owner}",
                 user_email=owner if "@" in owner else None,
                 user_name=owner,
+                # What is stored now, and what it would cost in a month
                 checkpoint_count=storage.num_checkpoints,
                 size_bytes=storage.num_bytes,
                 size_gigabytes=storage.num_bytes / GIGABYTE,

@@ -188,10 +188,13 @@ def search_sessions(call: IncomingList) -> Response:
         rows = sessions.iterate(
             tx, call.caller.owner_filter, owners, request.project_ids, _find_position(tx, request.cursor)
         )
+
+        # Read one more than the page has, to know whether there are more.
         found = _add_statuses(tx, rows, now)
         matches = [*islice((match for match in found if _matches(*match, request)), request.limit + 1)]
         page = matches[: request.limit]
         stored = checkpoints.get_usage_by_session(tx, [row.session_id for row, _ in page], now)
+
         last = page[-1][0] if len(matches) > len(page) else None
         return schemas.SessionSearchResponse(
             sessions=[

@@ -20,12 +20,15 @@ from pydantic import (
 )
 from pydantic.json_schema import models_json_schema
 
+from skyrl_tx.store.checkpoints import KEEP_LAST
+
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """A 64-bit integer, which the codec, NumPy and the database can store. JSON has no limit."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 """A sequence number of a client. Copies of a sampling client start at multiples of a billion."""
 _MAX_METADATA_CHARS = 2**16
 _MAX_NAMES = 64
+_MAX_DIGITS = 9
 
 ValueT = TypeVar("ValueT")
 List = Annotated[list[ValueT], Field(fail_fast=True)]
@@ -116,8 +119,15 @@ def _check_length(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
+def _check_keep_last(metadata: dict[str, str]) -> dict[str, str]:
+    value = metadata.get(KEEP_LAST, "all")
+    if value != "all" and not (value.isdecimal() and 1 <= len(value) <= _MAX_DIGITS and int(value) > 0):
+        raise ValueError(f"{KEEP_LAST} must be a number from 1, or 'all'")
+    return metadata
+
+
 TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
-Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text)]
+Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text), AfterValidator(_check_keep_last)]
 """Metadata of sessions and runs. Values that are not strings are converted to JSON."""
 Name = Annotated[str, Field(max_length=200)]
 """A name that is stored with a session."""

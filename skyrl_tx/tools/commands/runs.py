@@ -74,9 +74,49 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
 
+    setting = actions.add_parser("set", help="set how many checkpoints runs keep")
+    setting.add_argument("run_id", nargs="+", metavar="RUN", help="the id of a run, as `list` shows it")
+    setting.add_argument(
+        "--keep-last",
+        type=_parse_keep_last,
+        required=True,
+        metavar="N",
+        help="how many checkpoints to train on, and how many to sample from, are kept, or `all`. Older ones go to the "
+        "trash at each save, except published ones and those with a TTL",
+    )
+    finish_parser(setting, _set_runs)
+
     restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints")
     restoring.add_argument("run_id", nargs="+", metavar="RUN", help="the id of a run, as `list --deleted` shows it")
     finish_parser(restoring, _undelete_runs)
+
+
+def _set_runs(arguments: argparse.Namespace) -> None:
+    """Store how many checkpoints runs keep, and move the older ones to the trash."""
+    keep: int = arguments.keep_last
+
+    def work(tx: Session, run_id: ModelId) -> list[CheckpointPath]:
+        row, now = models.get(tx, run_id), time.time()
+        if row is None or row.deleted_at is not None:
+            raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all runs")
+        row.user_metadata = {**(row.user_metadata or {}), checkpoints.KEEP_LAST: str(keep or "all")}
+        trimmed = [path for kind in CheckpointKind for path in checkpoints.trim(tx, run_id, kind, keep, now)]
+        for path in trimmed:
+            record_audit(tx, "checkpoint_delete", path=path, purpose="keep_last")
+        return trimmed
+
+    with open_database(arguments) as store:
+        for run_id in map(ModelId, arguments.run_id):
+            trimmed = store.write(partial(work, run_id=run_id))
+            kept = f"the newest {keep} checkpoints of each kind" if keep else "all checkpoints"
+            print(f"{run_id} keeps {kept}; moved {len(trimmed)} to the trash")
+
+
+def _parse_keep_last(text: str) -> int:
+    """Convert the value of --keep-last. Returns 0 for `all`. Raises ValueError."""
+    if text != "all" and int(text) < 1:
+        raise ValueError
+    return 0 if text == "all" else int(text)
 
 
 def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:

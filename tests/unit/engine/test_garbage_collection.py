@@ -261,3 +261,19 @@ def test_a_directory_of_an_early_release_is_claimed_without_a_warning(tmp_path, 
     run_housekeeping(harness)
     assert artifact_id not in present(harness)
     harness.close()
+
+
+def test_a_save_moves_older_checkpoints_to_the_trash(tmp_path: Path) -> None:
+    """The files follow when the deletion can no longer be undone."""
+    harness = EngineHarness(tmp_path)
+    harness.settings = harness.settings.model_copy(update={"keep_last": 2, "deletion_undo_s": 0.0})
+    model_id, _ = harness.create("run")
+    for seq_id in range(1, 5):
+        kinds = "sampler_weights" if seq_id == 4 else "weights"
+        harness.answer(SaveWeights(kind=kinds, name=f"c{seq_id}"), model_id=model_id, seq_id=seq_id)
+    left = harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, time.time()))
+    assert [row.name for row in left] == ["c2", "c3", "c4"]
+    age(harness.data_dir)
+    run_housekeeping(harness)
+    assert len(present(harness)) >= 3 and len(harness.artifacts.list_ids(trashed=True)) == 1
+    harness.close()

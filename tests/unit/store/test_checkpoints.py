@@ -105,6 +105,41 @@ def test_delete_and_publish(store: Store) -> None:
             store.write(change)
 
 
+def test_the_newest_checkpoints_are_kept(store: Store, session_id: SessionId) -> None:
+    """Published checkpoints and those with a TTL stay, and so do other kinds."""
+    make_model(store, session_id)
+    for number in range(6):
+        put(store, row(f"c{number}", now=float(number), ends=99.0 if number == 1 else None))
+    put(store, CheckpointRow(**{**row("other").model_dump(), "kind": CheckpointKind.SAMPLER}))
+    store.write(lambda tx: checkpoints.set_public(tx, path("c2"), True))
+
+    def trim(keep: int) -> list[str]:
+        kind = CheckpointKind.TRAINING
+        return [found.name for found in store.write(lambda tx: checkpoints.trim(tx, MODEL, kind, keep, 9.0))]
+
+    assert trim(0) == [] and trim(2) == ["c3", "c0"] and trim(2) == []
+    left = store.read(lambda tx: checkpoints.list_by_run(tx, MODEL, 9.0))
+    assert {found.name for found in left} == {"other", "c1", "c2", "c4", "c5"}
+    assert store.write(lambda tx: checkpoints.undelete(tx, path("c3")))
+
+
+@pytest.mark.parametrize(
+    ("of_session", "of_run", "kept"),
+    [(None, None, 7), ("3", None, 3), ("3", "2", 2), ("3", "all", 0), (4, None, 4), ("many", None, 0)],
+)
+def test_metadata_says_how_many_checkpoints_are_kept(
+    store: Store, of_session: object, of_run: str | None, kept: int
+) -> None:
+    """The server refused other values only since a later release, and keeps all checkpoints then."""
+    key = checkpoints.KEEP_LAST
+    metadata = {} if of_session is None else {key: of_session}
+    session_id = store.write(lambda tx: sessions.create(tx, owner="ann", user_metadata=metadata, now=1.0))
+    make_model(store, session_id)
+    if of_run is not None:
+        store.write(lambda tx: setattr(models.get(tx, MODEL), "user_metadata", {key: of_run}))
+    assert store.read(lambda tx: checkpoints.find_keep_last(tx, MODEL, 7)) == kept
+
+
 def test_lists_show_unexpired_checkpoints_of_the_owner(store: Store, session_id: SessionId) -> None:
     theirs = store.write(lambda tx: sessions.create(tx, owner="bob", now=1.0))
     make_model(store, session_id)

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import checkpoints, models, sessions
@@ -238,3 +238,31 @@ def test_output_into_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
         child.stdout.close()
         said = child.stderr.read()
     assert (child.returncode, said) == (128 + signal.SIGPIPE, "")
+
+
+def test_set_keeps_the_newest_checkpoints_of_a_run(data_dir, runs, capsys) -> None:
+    store = Store.open(data_dir, role="api")
+    row = CheckpointRow(
+        model_id=runs[0],
+        kind=CheckpointKind.TRAINING,
+        name="newer",
+        artifact_id=ArtifactId("art-" + "0" * 32),
+        created_at=time.time() + 1,
+        size_bytes=2,
+    )
+    store.write(lambda tx: checkpoints.put(tx, row, overwrite=False))
+    status, out, _ = skyrl_tx(capsys, "runs", "set", runs[0], "--keep-last", "1", "--data-dir", data_dir)
+    assert (status, out) == (0, f"{runs[0]} keeps the newest 1 checkpoints of each kind; moved 1 to the trash\n")
+    left = store.read(lambda tx: checkpoints.list_by_run(tx, runs[0], time.time()))
+    assert [found.name for found in left] == ["newer"]
+    assert store.read(lambda tx: checkpoints.find_keep_last(tx, runs[0], 5)) == 1
+
+    # `all` ends it. Other values and runs are refused.
+    assert skyrl_tx(capsys, "runs", "set", runs[0], "--keep-last", "all", "--data-dir", data_dir)[0] == 0
+    assert store.read(lambda tx: checkpoints.find_keep_last(tx, runs[0], 5)) == 0
+    store.close()
+    status, _, err = skyrl_tx(capsys, "runs", "set", "none", "--keep-last", "1", "--data-dir", data_dir)
+    assert status == 1 and "there is no such run" in err
+    with pytest.raises(SystemExit):
+        main(["runs", "set", runs[0], "--keep-last", "0", "--data-dir", str(data_dir)])
+    assert "--keep-last" in capsys.readouterr().err
