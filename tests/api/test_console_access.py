@@ -105,7 +105,7 @@ def get_pages(names: dict[str, str]) -> list[str]:
     filled = [re.sub(r"{(\w+)}", lambda found: names[found.group(1)], path) for path in paths]
     tabs = [
         f"/training_runs/{names['run_id']}?tab={tab}"
-        for tab in ("samples", "steps", "checkpoints", "requests", "config")
+        for tab in ("time", "samples", "steps", "checkpoints", "requests", "config")
     ]
     return [*filled, *tabs, f"/compare?runs={names['run_id']}"]
 

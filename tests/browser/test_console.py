@@ -192,7 +192,7 @@ def test_pages_are_accessible_and_fit(
     ]
 
     for run in runs[:1]:
-        tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+        tabs = ("curves", "time", "samples", "steps", "checkpoints", "requests", "config")
         pages += [f"/training_runs/{run}?tab={tab}" for tab in tabs] + [f"/sessions/{run.partition(':')[0]}"]
     if len(runs) > 1:
         pages.append(f"/compare?runs={runs[0]},{runs[1]}")
@@ -270,7 +270,7 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any
     page.get_by_role("button", name="Log in").click()
     page.wait_for_url("**/overview")
 
-    tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+    tabs = ("curves", "time", "samples", "steps", "checkpoints", "requests", "config")
     shown: dict[str, str] = {}
     for address in ["/training_runs", "/sessions", f"/sessions/{session}", f"/compare?runs={run}"] + [
         f"/training_runs/{run}?tab={tab}" for tab in tabs

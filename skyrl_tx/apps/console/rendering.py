@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +24,9 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 _FOREVER = "public, max-age=31536000, immutable"
 
+_BARS_WIDTH, _BARS_HEIGHT = 800.0, 120.0
+_GAP = 0.2
+"""The gap between two bars, as a fraction of the distance between their left ends."""
 _DASH = "–"
 _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -117,6 +120,39 @@ def shorten_id(identifier: str) -> str:
     """Shorten the id of a session, run or sampler, for example to "3f9a2c1b:train:0"."""
     head, colon, rest = identifier.removeprefix("session-").partition(":")
     return head[:8] + colon + rest
+
+
+Box = tuple[str, float, float, float, float]
+"""CSS class, x, y, width and height of a part of a bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stacked bar."""
+
+    title: str
+    boxes: tuple[Box, ...]
+
+
+def stack_bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> list[Bar]:
+    """Draw a stacked bar for each row in an area of 800 x 120, scaled to the highest bar.
+
+    A row is a title and the amounts by CSS class, from the bottom up.
+    """
+    highest = max((sum(amounts.values()) for _, amounts in rows), default=0.0)
+    pitch = _BARS_WIDTH / max(len(rows), 1)
+    bars: list[Bar] = []
+    for index, (title, amounts) in enumerate(rows):
+        boxes: list[Box] = []
+        bottom = _BARS_HEIGHT
+        for name, amount in amounts.items():
+            if amount > 0:
+                height = amount / highest * _BARS_HEIGHT
+                bottom -= height
+                width = pitch * (1 - _GAP)
+                boxes.append((name, round(index * pitch, 2), round(bottom, 2), round(width, 2), round(height, 2)))
+        bars.append(Bar(title, tuple(boxes)))
+    return bars
 
 
 _FILTERS: dict[str, Callable[..., object]] = {

@@ -10,9 +10,11 @@ from starlette.responses import Response
 from skyrl_tx.apps.chat.reply import make_json_response
 from skyrl_tx.apps.console import queries, samples
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
-from skyrl_tx.apps.console.rendering import shorten_id
+from skyrl_tx.apps.console.rendering import format_duration, shorten_id, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
+from skyrl_tx.apps.history.advice import find_advice
+from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
 from skyrl_tx.apps.history.curves import (
     CURVES,
     LOSSES,
@@ -24,6 +26,7 @@ from skyrl_tx.apps.history.curves import (
     thin_steps,
 )
 from skyrl_tx.apps.history.hints import DeviceUser, Hint, find_device_users, find_hints, find_slow_since
+from skyrl_tx.apps.history.run_time import read_breakdown
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
@@ -50,7 +53,7 @@ _MAX_COMPARED = 8
 _MOST_DIGITS = 18
 _ACTIVE_S = 60.0
 _STATES = {"unloaded": "ended", "creating": "loading"}
-_TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+_TABS = ("curves", "time", "samples", "steps", "checkpoints", "requests", "config")
 _CURVES = CurveCache()
 _MAX_LOGGED = 5000
 _MAX_LOGGED_NAMES = 60
@@ -113,6 +116,10 @@ def show_run(visit: Visit) -> Page:
             lines = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _REQUESTS))
             values["requests"] = [describe_request(request) for request in lines]
 
+        case "time":
+            row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
+            values |= describe_time(visit.read(lambda tx: read_breakdown(tx, row, visit.caller.can_act_for)))
+
         case "config":
             row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
             values["is_own"] = visit.caller.can_act_for(line.owner)
@@ -155,6 +162,17 @@ def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep], *, 
     if since is not None:
         users = visit.read(lambda tx: find_device_users(tx, since, line.model_id, line.owner, visit.caller.can_act_for))
     return find_hints(steps, visit.now, users, has_reward=has_reward)
+
+
+def describe_time(breakdown: Breakdown) -> dict[str, object]:
+    """Return the values of the tab with the time of a run: a stacked bar per step, and advice."""
+    rows: list[tuple[str, Mapping[str, float]]] = []
+    for iteration in breakdown.iterations:
+        parts = [f"{title} {format_duration(iteration.parts[part])}" for part, title in PARTS.items()]
+        rows.append((f"Step {iteration.step}: {', '.join(parts)}", {**iteration.parts}))
+    longest_s = max((iteration.wall_s for iteration in breakdown.iterations), default=0.0)
+    advice = find_advice(breakdown)
+    return {"time": breakdown, "parts": PARTS, "bars": stack_bars(rows), "longest_s": longest_s, "advice": advice}
 
 
 def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:

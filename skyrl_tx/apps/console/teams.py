@@ -9,7 +9,7 @@ from urllib.parse import quote
 from sqlmodel import Session
 from starlette.responses import Response
 
-from skyrl_tx.apps.console.rendering import format_count
+from skyrl_tx.apps.console.rendering import Bar, format_count, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.admission import QuotaUse, read_quota_uses
@@ -30,9 +30,6 @@ _TITLES = {"checkpoint_bytes": "Checkpoints"}
 _BEYOND: dict[OverQuota, str] = {"wait": "waits until 00:00 UTC", "fail": "fails until 00:00 UTC"}
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
-Box = tuple[str, float, float, float, float]
-"""Kind of tokens, x, y, width and height of a rectangle, in a drawing of 800 x 120."""
-
 _DAY_S = 86_400
 _WINDOWS = (1, 7, 30, 90, 365)
 _COLUMNS = (
@@ -40,9 +37,6 @@ _COLUMNS = (
     *("checkpoints", "device_s", "gigabyte_hours", "cost_usd"),
 )
 _PAGE_PATHS = {"session": "/sessions/", "run": "/training_runs/"}
-_WIDTH, _HEIGHT = 800.0, 120.0
-_GAP = 0.2
-"""The gap between two bars, as a fraction of the width of a day."""
 _MAX_BARS = 100
 
 
@@ -235,14 +229,6 @@ def _escape_cell(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A day as a stacked bar, with a box for each kind of tokens, from the bottom up."""
-
-    title: str
-    boxes: tuple[Box, ...]
-
-
 def draw_days(lines: Sequence[UsageLine], days: int, now: float) -> list[Bar]:
     """Return a bar for each of the last days, at most 100. Days without usage have an empty bar."""
     # A line for each day
@@ -252,29 +238,19 @@ def draw_days(lines: Sequence[UsageLine], days: int, now: float) -> list[Bar]:
     dates = [(today - timedelta(days=back)).isoformat() for back in range(num_bars - 1, -1, -1)]
     day_lines = [by_day.get(date, UsageLine(subject=date)) for date in dates]
 
-    # Scale them to the day with the most tokens
-    max_tokens = max((line.tokens for line in day_lines), default=0)
-    day_width = _WIDTH / num_bars
-    bar_width = day_width * (1 - _GAP)
-    return [
-        Bar(f"{line.subject}: {line.tokens:,} tokens", _stack_boxes(line, index * day_width, bar_width, max_tokens))
-        for index, line in enumerate(day_lines)
-    ]
-
-
-def _stack_boxes(line: UsageLine, x: float, width: float, max_tokens: int) -> tuple[Box, ...]:
-    boxes: list[Box] = []
-    bottom = _HEIGHT
-    for kind, tokens in (
-        ("training", line.training_tokens),
-        ("sampled", line.sampled_tokens),
-        ("prefill", line.prefill_tokens + line.cached_tokens),
-    ):
-        if tokens:
-            height = tokens / max_tokens * _HEIGHT
-            bottom -= height
-            boxes.append((kind, round(x, 2), round(bottom, 2), round(width, 2), round(height, 2)))
-    return tuple(boxes)
+    return stack_bars(
+        [
+            (
+                f"{line.subject}: {line.tokens:,} tokens",
+                {
+                    "training": line.training_tokens,
+                    "sampled": line.sampled_tokens,
+                    "prefill": line.prefill_tokens + line.cached_tokens,
+                },
+            )
+            for line in day_lines
+        ]
+    )
 
 
 def add_lines(lines: Sequence[UsageLine]) -> UsageLine:

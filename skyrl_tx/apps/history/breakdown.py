@@ -27,8 +27,8 @@ PARTS: Mapping[Part, str] = {
 }
 """The parts of an iteration, each with its title."""
 
-_OPEN_PARTS: tuple[Part, ...] = ("training", "sampling", "weights", "queued")
-"""The parts with an open request. If multiple kinds of requests are open, the first part counts."""
+_PRIORITY: tuple[Part, ...] = ("training", "sampling", "weights", "queued", "client")
+"""If multiple kinds of requests are open, the first part counts."""
 _KINDS: Mapping[str, Part] = {
     "forward_backward": "training",
     "forward": "training",
@@ -190,7 +190,7 @@ def _measure_iterations(
     # Wall time
     for index, seconds, counts in _sweep(spans, cuts):
         sums = iterations[index]
-        part: Part = next((part for part in _OPEN_PARTS if counts[part]), "client")
+        part: Part = next(filter(counts.__getitem__, _PRIORITY))
         sums.seconds[part] += seconds
         if part == "sampling":
             sums.sampling.append((seconds, counts["sampling"]))
@@ -219,7 +219,7 @@ def _sweep(spans: Sequence[TimelineSpan], cuts: Sequence[float]) -> Iterator[tup
         changes += [(span.created_at, "queued", 1), (started, "queued", -1), (started, kind, 1), (span.end, kind, -1)]
 
     # Go through the changes in order of time
-    counts: Counter[str] = Counter()
+    counts = Counter({"client": 1})
     before = cuts[0]
     for at, name, change in sorted(changes):
         if at > before and counts["iterations"] < len(cuts):

@@ -3,8 +3,10 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.apps.console.runs import find_state, list_losses
+from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
+from skyrl_tx.apps.console.runs import describe_time, find_state, list_losses
 from skyrl_tx.apps.console.samples import choose_step, describe_groups, make_decoder
+from skyrl_tx.apps.history.breakdown import PARTS, Breakdown, Iteration
 from skyrl_tx.apps.history.curves import OptimizerStep
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 from skyrl_tx.apps.history.logged_metrics import choose_reward
@@ -79,3 +81,29 @@ def test_the_loss_of_a_heading_is_of_the_last_completed_step() -> None:
     steps = [make_step(3.0), make_step(2.0), make_step(1.0, is_applied=False)]
     assert list_losses(steps) == ("loss", [3.0, 2.0])
     assert list_losses(steps[2:]) == ("loss", [1.0]) and list_losses([]) == ("loss", [])
+
+
+def test_the_time_of_a_run_is_drawn_as_a_stacked_bar_per_step() -> None:
+    def make_iteration(step: int, client_s: float) -> Iteration:
+        return Iteration(
+            step=step,
+            wall_s=10.0 + client_s,
+            parts={**dict.fromkeys(PARTS, 0.0), "training": 10.0, "client": client_s},
+            passes=1,
+            datums=8,
+            sample_requests=0,
+            alone_s=0.0,
+            tail_s=0.0,
+        )
+
+    def render(breakdown: Breakdown) -> str:
+        page = '{% import "macros.jinja" as ui with context %}{% include "run_time.jinja" %}'
+        return load_templates(StaticFiles.load()).from_string(page).render(describe_time(breakdown))
+
+    breakdown = Breakdown(iterations=[make_iteration(step, 10.0 * step) for step in (1, 2, 3)], batch_fill=0.75)
+    text = render(breakdown)
+    assert '<rect class="training" x="0.0" y="90.0" width="213.33" height="30.0"/>' in text
+    assert '<rect class="client" x="533.33" y="0.0" width="213.33" height="90.0"/>' in text
+    assert "<title>Step 3: Sampling 0 ms, Training 10.0 s," in text and "highest bar took 40.0 s" in text
+    assert "67% of the time no request of this run was open." in text and "Tokens in micro-batches: 75%" in text
+    assert "no times of this run" in render(Breakdown(iterations=[]))
