@@ -44,6 +44,7 @@ RESULT_NUMBERS = 3 * 2**20
 """Numbers of the large result: 12 MiB in the database, and about 64 MiB as JSON."""
 PAUSE_S = 0.02
 WEIGHTS = "weights urls, silent store"
+UPLOAD = {"base_model": "fake", "lora_config": {"rank": 8}}
 STREAM = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 2000, "stream": True, "ignore_eos": True}
 
 
@@ -157,6 +158,8 @@ def list_loads(fixture: Fixture) -> list[Load]:
         Load("checkpoints", CONTROL_S, 120, f"{api}/checkpoints?limit=10000"),
         Load("run metrics", CONTROL_S, 20, f"{run}/metrics?limit=5000"),
         Load(WEIGHTS, CONTROL_S, 120, f"{run}/checkpoints/external_weights/0/external_weights_urls"),
+        # Starts the process that reads adapters, one at a time
+        Load("upload start", CONTROL_S, 20, f"{api}/external_weights_upload_start", UPLOAD),
         Load("console curves", CONTROL_S, 12, chart),
         Load("streams, unread", CONTROL_S, 64, "/v1/completions", STREAM, is_stalled=True),
     ]
