@@ -86,7 +86,7 @@ COMPARES_BITS = (
 """Files with tests that are not slow and compare bits of compiled programs.
 
 The default run compiles all programs with little optimization, which takes a third of the CPU time. CI runs these tests
-a second time with the compiler options of the product, because bits depend on them: `pytest -m "not slow and bits"`.
+with the compiler options of the product instead, because bits depend on them: `pytest -m "not slow and bits"`.
 """
 
 DEFAULT_SELECTION = "not slow"
