@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -121,8 +122,13 @@ DEFAULT = (
 )
 """Variants of the default run.
 
-Together they contain every model part; the remaining variants are slow tests.
+Together they contain every model part.
 """
+EXHAUSTIVE = (
+    *("qwen3-tied", "qwen2-untied", "qwen3-moe-untied", "llama3-tied"),
+    *("qwen3_5-untied", "qwen3_5-moe-tied", "qwen3-next-untied"),
+)
+"""Variants whose parts other variants contain too. The remaining variants are slow tests."""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
 ALPHA = 32.0
@@ -198,10 +204,14 @@ def _parameters(items: list[pytest.Item]) -> set[str]:
     return {value for call in calls for value in call.params.values() if isinstance(value, str)}
 
 
-@pytest.fixture(
-    scope="session",
-    params=[name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
-)
+def _mark_variant(name: str) -> Any:
+    """Return a variant as a parameter, with the marks of its test level."""
+    if name in DEFAULT:
+        return name
+    return pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if name in EXHAUSTIVE else [])])
+
+
+@pytest.fixture(scope="session", params=list(map(_mark_variant, VARIANTS)))
 def reference(request, directories) -> Reference:
     directory = directories[request.param]
     model = load_model(directory)

@@ -65,18 +65,16 @@ def test_adamw_equals_torch(reference):
 
 SLOW_VARIANTS = (
     "llama3-tied",
-    "qwen3-moe-untied",
     "qwen3-moe-mixed",
     "gpt-oss-untied",
     "deepseek-untied",
-    "glm-lite-untied",
     "nemotron-untied",
     "gemma3-tied",
     "qwen3_5-moe-untied",
     "qwen3-next-untied",
 )
-EXHAUSTIVE_VARIANTS = ("mistral-untied", "glm-untied")
-"""Variants whose adapters have the names of Llama's and DeepSeek's adapters."""
+EXHAUSTIVE_VARIANTS = ("mistral-untied", "qwen3-moe-untied", "glm-untied", "glm-lite-untied")
+"""Variants whose adapters have the names of other variants: Llama's, mixed Qwen3 MoE's or DeepSeek's."""
 
 
 @pytest.mark.parametrize(
