@@ -21,16 +21,20 @@ LENGTH = 48
 accumulate = fast_jit(forward_backward.accumulate.__wrapped__, static_argnames=("config", "remat"))
 
 
-LOOPS = ("DeepseekV3ForCausalLM", 3), ("Qwen3_5ForCausalLM", 8)
-"""Models with two loops (dense, sparse) and with one loop over cycles of four layers."""
+TWO_LOOPS = ("DeepseekV3ForCausalLM", 3)
+"""One loop over dense layers, and one over sparse layers."""
+CYCLES = ("Qwen3_5ForCausalLM", 8)
+"""One loop over cycles of four layers."""
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
     ("architecture", "num_layers", "remat"),
     [
         *(("Qwen3ForCausalLM", 2, remat) for remat in (RematPolicy.SAVE_MATMULS, RematPolicy.FULL)),
-        *((*model, RematPolicy.SAVE_MATMULS) for model in LOOPS),
-        *(pytest.param(*model, RematPolicy.FULL, marks=pytest.mark.slow) for model in LOOPS),
+        (*TWO_LOOPS, RematPolicy.SAVE_MATMULS),
+        pytest.param(*CYCLES, RematPolicy.SAVE_MATMULS, marks=pytest.mark.slow),
+        *(pytest.param(*model, RematPolicy.FULL, marks=EXHAUSTIVE) for model in (TWO_LOOPS, CYCLES)),
     ],
 )
 def test_a_gradient_is_added_to_the_sum(tmp_path, architecture, num_layers, remat):

@@ -59,7 +59,13 @@ def test_shapes_of_layers_are_sharded_like_stacks(tiny):
     assert q_proj.sharding.spec == jax.P("fsdp", "tp")
 
 
-@pytest.mark.parametrize("model", ["tiny", *(pytest.param(family, marks=pytest.mark.slow) for family in (MOE, HYBRID))])
+@pytest.mark.parametrize(
+    "model",
+    [  # test_decoder.py decodes with separate layers of each family
+        "tiny",
+        *(pytest.param(family, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for family in (MOE, HYBRID)),
+    ],
+)
 def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
     found = [
         draw_samples(tiny if model == "tiny" else load_model(tiny_directory(model)), is_separate=is_separate)

@@ -164,7 +164,7 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
     assert results.bits == ample.bits and len(ample.bits) == 12
 
 
-@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=[pytest.mark.slow, pytest.mark.exhaustive]), RED])
 def test_batch_invariance(scheduler, adapter):
     request = make_request("mine", make_prompt(9), sampler=adapter, samples=3, temperature=0.9, max_tokens=20)
     alone, results = run(scheduler, request), Results()
@@ -226,7 +226,7 @@ def test_the_programs_that_are_compared_are_those_of_slices(tiny):
     assert programs.run_rows._cache_size() == before + 2
 
 
-@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=[pytest.mark.slow, pytest.mark.exhaustive]), RED])
 def test_prefix_cache_hits_change_no_bit(tiny, adapter):
     prefix = make_prompt(96)
     prompts = {

@@ -56,7 +56,12 @@ def draw_samples(architecture: str) -> dict[tuple[str, int], list[tuple[int, flo
 
 
 @pytest.mark.parametrize(
-    "architecture", [DENSE, *(pytest.param(family, marks=pytest.mark.slow) for family in (HYBRID, LATENTS))]
+    "architecture",
+    [
+        DENSE,
+        pytest.param(HYBRID, marks=pytest.mark.slow),
+        pytest.param(LATENTS, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
     wanted, rows = draw_samples(architecture), list[int]()

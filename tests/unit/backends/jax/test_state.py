@@ -42,7 +42,7 @@ twelve differs by 1.5e-5.
     params=[
         HYBRID,
         MAMBA,
-        pytest.param(HYBRID_MOE, marks=pytest.mark.slow),
+        pytest.param(HYBRID_MOE, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(BY_HEAD, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

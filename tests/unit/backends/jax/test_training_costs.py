@@ -25,6 +25,7 @@ from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 GIB = 2**30
 HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 
@@ -79,8 +80,16 @@ ONE_PART_A_LAYER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"num_layers": 4}, ONE_PART_A_LAYER], ids=["two-parts", "one-part"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("remat", "more"),
+    [
+        (True, {"num_layers": 4}),
+        (False, ONE_PART_A_LAYER),
+        pytest.param(False, {"num_layers": 4}, marks=pytest.mark.exhaustive),
+        pytest.param(True, ONE_PART_A_LAYER, marks=pytest.mark.exhaustive),
+    ],
+    ids=["remat-two-parts", "kept-one-part", "kept-two-parts", "remat-one-part"],
+)
 def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, head_dim=64, mlp_size=768, **more)
     content = hf.read_json(directory, "config.json")
@@ -101,14 +110,14 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     ("platform", "content", "num_layers", "rank", "sizes", "num_tokens", "compiled_gib"),
     [
         ("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530),  # v5e
-        pytest.param("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668, marks=pytest.mark.slow),  # v5e
-        pytest.param("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744, marks=pytest.mark.slow),  # v5e
+        pytest.param("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668, marks=EXHAUSTIVE),  # v5e
+        pytest.param("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744, marks=EXHAUSTIVE),  # v5e
         ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 3.933),  # H200
-        pytest.param("gpu", QWEN3_8B, 36, 32, {"tp": 8}, 16384, 11.208, marks=pytest.mark.slow),  # H200
+        pytest.param("gpu", QWEN3_8B, 36, 32, {"tp": 8}, 16384, 11.208, marks=EXHAUSTIVE),  # H200
         ("tpu", QWEN3_30B_A3B, 2, 8, {"ep": 8}, 2048, 3.038),  # v5e
         pytest.param("gpu", QWEN3_30B_A3B, 48, 32, {"cp": 8}, 12800, 12.840, marks=pytest.mark.slow),  # H200
         pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 2048, 4.115, marks=pytest.mark.slow),  # H200
-        pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 4096, 6.625, marks=pytest.mark.slow),  # H200
+        pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 4096, 6.625, marks=EXHAUSTIVE),  # H200
     ],
 )
 def test_the_estimate_is_near_the_account_of_the_devices_compiler(
@@ -125,8 +134,8 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     ("platform", "sizes", "num_tokens", "compiled_gib"),
     [
         ("gpu", {"tp": 8}, 16384, 20.418),
-        pytest.param("tpu", {"tp": 8}, 4096, 5.167, marks=pytest.mark.slow),
-        pytest.param("gpu", {"fsdp": 1}, 4096, 15.638, marks=pytest.mark.slow),
+        pytest.param("tpu", {"tp": 8}, 4096, 5.167, marks=EXHAUSTIVE),
+        pytest.param("gpu", {"fsdp": 1}, 4096, 15.638, marks=EXHAUSTIVE),
     ],
     ids=["h200-8", "v6e-8", "h200-1"],
 )
@@ -144,7 +153,7 @@ def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_to
     [
         pytest.param("gpu", {}, 16384, 22.1, marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive))
+            pytest.param(*case, marks=EXHAUSTIVE)
             for case in (("gpu", {}, 4096, 7.0), ("gpu", {"tp": 4}, 8192, 5.5), ("tpu", {}, 8192, 12.2))
         ),
     ],
