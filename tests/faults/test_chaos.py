@@ -50,7 +50,7 @@ def calm_outcomes() -> dict[int, Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tenants", [1, 2])
+@pytest.mark.parametrize("num_tenants", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_random_kills_change_no_bit(calm_outcomes: dict[int, Outcome], num_tenants: int) -> None:
     @settings(max_examples=3, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(KILLS, min_size=5, max_size=8))
@@ -119,6 +119,7 @@ def test_kills_of_engines_that_give_each_other_samples_change_no_bit(postgresql:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_of_several_engines_change_no_bit(postgresql: PostgresqlServer) -> None:
     check_several_engines(fake_server(), 4, random_kills(seed=2, num_kills=16), postgresql)
 
@@ -138,7 +139,9 @@ def test_kills_of_several_engines_on_the_jax_backend_change_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_on_the_jax_backend_change_no_bit(tmp_path: Path) -> None:
+    """CI kills the JAX backend in tests/serve."""
     server = jax_server(tmp_path)
     undisturbed = run(server, 1, [])
     found = run(server, 1, random_kills(seed=3, num_kills=5))

@@ -50,6 +50,7 @@ def test_no_call_gets_a_5xx(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_call_of_a_long_run_gets_a_5xx(server: Server) -> None:
     fuzz(server, 60)
 
