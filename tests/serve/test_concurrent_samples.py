@@ -26,7 +26,12 @@ def read_resident_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-@pytest.fixture(params=[2**30, 2**21], ids=["room for all", "room for a quarter"])
+@pytest.fixture(
+    params=[
+        pytest.param(2**30, id="room for all", marks=pytest.mark.exhaustive),
+        pytest.param(2**21, id="room for a quarter"),
+    ]
+)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
     flags = ["--base-model", "fake", "--backend", "fake"]
     flags += constants("engine", max_queued_sample_bytes=request.param)

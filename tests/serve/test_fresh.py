@@ -34,6 +34,7 @@ def get_failure(url: str, model_id: str) -> str:
         return answer["error"]
 
 
+@pytest.mark.slow
 def test_fresh_start_reports_abandoned_models_and_keeps_checkpoints(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with LiveServer(data_dir, flags=FAKE) as server, tinker.ServiceClient(base_url=server.url) as service:

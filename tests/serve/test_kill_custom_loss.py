@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.live_server import LiveServer
-from tests.support.postgresql_server import PostgresqlServer
 
 CLIENT = Path(__file__).parents[1] / "api" / "custom_loss_upload.py"
 NUM_STEPS = 6
@@ -47,10 +46,15 @@ def train_with_kills(data_dir: Path, client_environment: GetEnvironment, *flags:
     return found
 
 
-def test_kills_change_no_bit(tmp_path: Path, client_environment: GetEnvironment, postgresql: PostgresqlServer) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.exhaustive), "postgresql"])
+def test_kills_change_no_bit(
+    tmp_path: Path, client_environment: GetEnvironment, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """The results equal an undisturbed run on SQLite."""
     with LiveServer(tmp_path / "calm", flags=FLAGS, ready_within_s=120.0) as server:
         calm = train(server, client_environment)
     assert len(set(calm[:NUM_STEPS])) == NUM_STEPS
-    assert train_with_kills(tmp_path / "sqlite", client_environment) == calm
-    url = postgresql.new_database()
-    assert train_with_kills(tmp_path / "postgresql", client_environment, "--database-url", url) == calm
+    flags = ()
+    if kind == "postgresql":
+        flags = ("--database-url", request.getfixturevalue("postgresql").new_database())
+    assert train_with_kills(tmp_path / kind, client_environment, *flags) == calm

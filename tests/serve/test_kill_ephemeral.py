@@ -33,6 +33,7 @@ def train(training: tinker.TrainingClient) -> None:
     training.optim_step(types.AdamParams(learning_rate=0.05)).result()
 
 
+@pytest.mark.slow
 def test_ephemeral_sampler_survives_an_engine_kill(server: LiveServer) -> None:
     with tinker.ServiceClient(base_url=server.url) as service:
         training = service.create_lora_training_client("fake", rank=4, seed=1).result()

@@ -28,7 +28,9 @@ def pieces(path: str, data: dict[str, Any]) -> list[tuple[int, str]]:
     return [(0, data["delta"]["text"])] if data["type"] == "content_block_delta" else []
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", pytest.param("/anthropic/api/v1/messages", marks=pytest.mark.exhaustive)]
+)
 def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: str) -> None:
     flags = ("--base-model", "tiny", *constants("backend", decode_slice_tokens=4))
     with (

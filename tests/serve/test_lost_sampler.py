@@ -67,6 +67,7 @@ class Clients:
         return answer.json()
 
 
+@pytest.mark.slow
 def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(tmp_path: Path, stub: VllmStub) -> None:
     with ExitStack() as stack:
         clients = Clients(tmp_path, stub, stack)

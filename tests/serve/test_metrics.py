@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,6 +44,7 @@ def scrape(url: str) -> tuple[dict[str, float], float]:
     }, seconds
 
 
+@pytest.mark.slow
 def test_metrics_of_both_processes(tmp_path: Path) -> None:
     """Training and sampling are counted.
 

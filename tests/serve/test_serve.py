@@ -116,6 +116,7 @@ def test_log_starts_with_the_model_and_the_url(common_server: SharedServer) -> N
     assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
 
 
+@pytest.mark.slow
 def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, calm_losses: list[float]) -> None:
     """The run continues bit-equal with the client that started it, and checkpoints keep their expiry."""
     half = NUM_STEPS // 2
