@@ -164,8 +164,14 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1440])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (360, "dark"),
+        (1440, "light"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((360, "light"), (1440, "dark"))),
+    ],
+)
 def test_pages_are_accessible_and_fit(
     world: ConsoleWorld, chromium: Any, screenshots: Path, scheme: str, width: int
 ) -> None:

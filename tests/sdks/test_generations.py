@@ -21,6 +21,11 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "first_run.py"
 CLIENT = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
 NEWEST = "0.38.0"
+RETRYING = ("0.16.1", "0.22.7", "0.26.2", NEWEST)
+"""Releases that CI disturbs: the first with JSON, with protobuf and with batched polls, and the newest.
+
+All releases make the undisturbed run.
+"""
 LARGE_RESULT_BYTES = 4096  # less than the longest result of the run
 NUM_CHUNKED = 1100
 CLONE_BLOCK = 10**9
@@ -122,7 +127,10 @@ def model_and_seq_id(call: Call) -> tuple[str | None, int]:
     return body.get("model_id"), body.get("seq_id") or 1
 
 
-@pytest.mark.parametrize("version", SDKS)
+@pytest.mark.parametrize(
+    "version",
+    [pytest.param(version, marks=() if version in RETRYING else pytest.mark.exhaustive) for version in SDKS],
+)
 def test_lost_responses_change_no_result(
     stack: LiveStack,
     run: Callable[[str], Run],
