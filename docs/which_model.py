@@ -1,7 +1,7 @@
 """Writes the tables of docs/guides/which_model.md: the plans of `skyrl-tx plan` for common models and GPUs.
 
 `make reference` runs `python -m docs.which_model`, which takes about 90 seconds. tests/repo/test_reference.py compares
-the rows of one model with the page, and in a slow test all rows.
+the rows of one model with the page, of two more in a slow test, and all rows in an exhaustive test.
 """
 
 import contextlib

@@ -74,16 +74,24 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
             assert getattr(settings.backend_config, name) == value, name
 
 
-def test_the_rows_of_a_model_and_its_gpus_are_current() -> None:
+@pytest.mark.parametrize(
+    ("model", "num_rows"),
+    [
+        ("Qwen/Qwen3-8B", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Qwen/Qwen3-30B-A3B", 3), ("Qwen/Qwen3.5-4B", 6))),
+    ],
+)
+def test_the_rows_of_a_model_and_its_gpus_are_current(model: str, num_rows: int) -> None:
     page = which_model.PATH.read_text()
-    plans = which_model.make_plans(["Qwen/Qwen3-8B"])
+    plans = which_model.make_plans([model])
     rows = [which_model.overview_row(plans), *which_model.detail_rows(plans)]
-    assert len(rows) == 5, "it does not fit on 24 GB"
+    assert len(rows) == num_rows, "the overview, and each GPU that it fits on"
     for row in rows:
         assert f"| {' | '.join(row)} |" in page, "docs/guides/which_model.md is out of date: run make reference"
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_tables_of_models_and_gpus_are_current() -> None:
     """Some plans trace large models, so this takes minutes."""
     page = which_model.PATH.read_text()

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def read_messages() -> Iterator[str]:
             yield found[1]
 
 
+@cache
 def read_texts() -> str:
     """Return all strings of the product. `_VALUE` replaces each formatted value."""
     found: list[str] = []
@@ -42,13 +44,10 @@ def read_texts() -> str:
     return "\n".join(found)
 
 
-TEXTS = read_texts()
-
-
 def find_missing_pieces(message: str) -> list[str]:
     """Return the pieces of a message, between its values, that no string of the product contains."""
     pieces = (piece.strip() for piece in message.split("…"))
-    return [piece for piece in pieces if len(piece) >= _SHORTEST and piece not in TEXTS]
+    return [piece for piece in pieces if len(piece) >= _SHORTEST and piece not in read_texts()]
 
 
 def test_the_page_lists_messages() -> None:
