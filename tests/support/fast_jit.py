@@ -14,6 +14,7 @@ import jax
 _OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,  # parts of a program that threads compile; each costs time
     **(
         {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
     ),  # newer versions have no other emitters
