@@ -11,12 +11,13 @@ from sqlalchemy import select
 from sqlmodel import Session, col
 
 from skyrl_tx.apps.history import kept_samples, points
+from skyrl_tx.apps.history.advice import find_advice
 from skyrl_tx.apps.history.breakdown import Breakdown, Compiling, drop_pauses, split_iterations
 from skyrl_tx.apps.history.hints import find_device_users
 from skyrl_tx.apps.history.timeline import make_model_group, make_request_span, read_requests_of_session
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store import engine_state, models
+from skyrl_tx.store import engine_state, models, sessions
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -75,6 +76,20 @@ def read_breakdown(tx: Session, run: ModelRow, may_see: Callable[[str], bool]) -
         has_single_samples=any(kept_samples.has_repeated_prompts(tx, model_id, row.step, owner) for row in sampled),
         other_users=users,
     )
+
+
+def describe_last_run(tx: Session, owner: str, session_id: SessionId) -> str | None:
+    """Return what slowed down the last run of an owner, or None.
+
+    Only the session before the given session counts, so each run is described at most once.
+    """
+    newest = sessions.list_ids(tx, owner, 2, 0)
+    runs = models.list_by_session(tx, newest[1]) if len(newest) == 2 and newest[0] == session_id else []
+    if not runs:
+        return None
+    run = max(runs, key=lambda run: run.last_request_at)
+    advice = find_advice(read_breakdown(tx, run, lambda name: name == owner))
+    return f"last run {run.model_id}: {advice[0].text} {advice[0].advice}" if advice else None
 
 
 def _list_samplers_of_other_runs(tx: Session, session_id: SessionId, model_id: ModelId) -> set[str]:

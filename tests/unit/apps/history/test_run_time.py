@@ -11,7 +11,7 @@ from skyrl_tx.apps.history import kept_samples, points
 from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.run_report import format_report, read_report
-from skyrl_tx.apps.history.run_time import read_breakdown
+from skyrl_tx.apps.history.run_time import describe_last_run, read_breakdown
 from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Work
@@ -105,8 +105,8 @@ def add_session(tx: Session) -> SessionId:
     tx.flush()
     spec = codec.encode(ModelSpec(lora=LoraSpec(rank=16, seed=1)))
     common: dict[str, Any] = {"session_id": session_id, "base_model": "tiny", "created_at": 1.0}
-    for name in (RUN, OTHER_RUN):
-        tx.add(ModelRow(model_id=name, spec=spec, last_request_at=2.0, **common))
+    for name, last_request_at in ((RUN, 3.0), (OTHER_RUN, 2.0)):
+        tx.add(ModelRow(model_id=name, spec=spec, last_request_at=last_request_at, **common))
 
     paths = {"own": f"tinker://{RUN}/sampler_weights/a", "foreign": f"tinker://{OTHER_RUN}/sampler_weights/a"}
     for name, path in {**paths, "teacher": "tinker://session-0:train:0/sampler_weights/a"}.items():
@@ -162,3 +162,18 @@ def test_the_report_has_the_time_and_the_advice(store: Store, run: ModelId) -> N
     assert ["TIME", "OF", "A", "STEP", "SHARE", "SECONDS", "CURVE"] in words
     assert ["sampling", "57%", "11.5", "▄▄▄▄"] in words
     assert ["waiting", "for", "the", "client", "15%", "3", "▄▄▄▄"] in words
+
+
+def test_the_next_session_of_an_owner_gets_the_advice_once(store: Store, run: ModelId) -> None:
+    def describe_in_new_session(owner: str, now: float) -> str | None:
+        def work(tx: Session) -> str | None:
+            session_id = sessions.create(tx, owner=owner, now=now)
+            tx.flush()
+            return describe_last_run(tx, owner, session_id)
+
+        return store.write(work)
+
+    assert describe_in_new_session("bob", 10.0) is None, "it is not his run"
+    line = describe_in_new_session("ann", 10.0)
+    assert line is not None and line.startswith(f"last run {run}: ") and "\n" not in line
+    assert describe_in_new_session("ann", 11.0) is None
