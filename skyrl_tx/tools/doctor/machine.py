@@ -4,12 +4,13 @@
 the devices.
 """
 
+import logging
 import os
 import resource
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -345,6 +346,13 @@ def ask_child(program: str, question: ProbeQuestion, answer: type[Answer], timeo
     except msgspec.DecodeError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         return error("devices", f"JAX failed: {lines[-1] if lines else f'status {done.returncode}'}", advice)
+
+
+def answer_parent(answer_question: Callable[[ProbeQuestion], msgspec.Struct]) -> None:
+    """Read a question of `ask_child` from standard input and write the answer to standard output."""
+    logging.disable(logging.WARNING)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
+    sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))
 
 
 def _check_jax_devices(answer: ProbeAnswer, *, has_gpus: bool) -> Iterator[Finding]:

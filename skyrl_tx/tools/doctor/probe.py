@@ -5,8 +5,6 @@ writes a `ProbeAnswer` to standard output. As a separate process it can be given
 released when it ends.
 """
 
-import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import get_offload_limit, read_memory_limit
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
+from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion, answer_parent
 from skyrl_tx.weights import hf
 
 
@@ -101,12 +99,5 @@ def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> 
     )
 
 
-def main() -> None:
-    """Read a question from standard input and write the answer to standard output."""
-    logging.disable(logging.WARNING)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
-    sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))
-
-
 if __name__ == "__main__":
-    main()
+    answer_parent(answer_question)

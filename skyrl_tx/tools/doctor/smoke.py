@@ -5,9 +5,7 @@ writes a `SmokeAnswer` to standard output. As a separate process it can be given
 released when it ends.
 """
 
-import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 
@@ -22,7 +20,7 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok
-from skyrl_tx.tools.doctor.machine import ProbeQuestion, ask_child
+from skyrl_tx.tools.doctor.machine import ProbeQuestion, answer_parent, ask_child
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 
 _TIMEOUT_S = 300.0
@@ -123,12 +121,5 @@ def _train_and_sample(backend: JaxBackend, name: str) -> tuple[float, float]:
     return results[0].sums["loss"] / _NUM_TRAINED, float(logprobs.mean())
 
 
-def main() -> None:
-    """Read a question from standard input and write the answer to standard output."""
-    logging.disable(logging.WARNING)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
-    sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))
-
-
 if __name__ == "__main__":
-    main()
+    answer_parent(answer_question)
