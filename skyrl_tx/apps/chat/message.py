@@ -95,6 +95,8 @@ _THOUGHTS = tuple(
 )
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MESSAGE = "<|message|>"
+_PIECE = 4096
+"""A long text is read in pieces of this many characters."""
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 FORMS: Mapping[str, Form] = {
@@ -230,18 +232,27 @@ class MessageParser:
 
         With `is_last`, return everything that was held back.
         """
-        self._held += text
+        # In pieces, because each mark copies the rest of the text
+        parts: list[Part] = []
+        for start in range(0, len(text), _PIECE):
+            self._held += text[start : start + _PIECE]
+            parts += self._read(is_last=False)
+
+        # The rest, and the white space at the end
+        if is_last:
+            parts += self._read(is_last=True)
+            parts += _make_text("content", "" if self._follows_block else self._space)
+            self._space = ""
+        return parts
+
+    def _read(self, *, is_last: bool) -> list[Part]:
+        """Read blocks until more text is needed."""
         parts: list[Part] = []
         is_waiting = False
         while not is_waiting:
             block = self._block
             parts += self._read_outside(is_last=is_last) if block is None else self._read_inside(block, is_last=is_last)
             is_waiting = self._block is block
-
-        # The white space at the end
-        if is_last and not self._follows_block:
-            parts += _make_text("content", self._space)
-            self._space = ""
         return parts
 
     def _read_outside(self, *, is_last: bool) -> list[Part]:
@@ -288,7 +299,9 @@ class MessageParser:
         return text
 
     def _read_inside(self, block: Block, *, is_last: bool) -> list[Part]:
-        """Read up to the end of the open block."""
+        """Read up to the end of the open block. White space at the beginning of reasoning is dropped."""
+        if block.kind == "reasoning" and self._opened_by:
+            self._held = self._held.lstrip()
         found = [(self._held.find(end), end) for end in block.ends if end in self._held]
 
         # The end is not there yet
@@ -317,13 +330,7 @@ class MessageParser:
         return [*calls]
 
     def _read_text(self, block: Block, text: str) -> list[Part]:
-        """Return text of the open block.
-
-        White space at the beginning of reasoning is dropped. Blocks of content are separated by an
-        empty line.
-        """
-        if block.kind == "reasoning" and self._opened_by:
-            text = text.lstrip()
+        """Return text of the open block. Blocks of content are separated by an empty line."""
         if block.kind in ("mark", "call") or not text:
             return []
 

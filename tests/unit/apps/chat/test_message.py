@@ -210,6 +210,13 @@ def test_messages_of_each_family_are_parsed(form: str, text: str) -> None:
         assert parse(pieces, form, opening=opening) == expected, pieces
 
 
+def test_long_text_is_the_same_whole_and_in_pieces() -> None:
+    text = f"{'words ' * 2000}<tool_call>{CALL}</tool_call>" * 3
+    content = "words " * 1999 + "words"
+    assert parse([text], "hermes") == [("content", content), FOUND] * 3
+    assert parse(["<｜tool▁calls▁begin｜>" * 50_000], "deepseek") == [], "takes minutes if it is not read in pieces"
+
+
 def test_content_after_a_call_keeps_its_spaces() -> None:
     pieces = [f"<tool_call>{CALL}</tool_call>\n", "\nAll", " ", "done", " now."]
     assert parse(pieces, "hermes") == [FOUND, ("content", "All done now.")]
