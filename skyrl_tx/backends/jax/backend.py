@@ -217,11 +217,10 @@ class JaxBackend(AbstractBackend):
         """
         # The weights must fit.
         plan, is_cpu = self._plan, mesh.get_platform(layout) == "cpu"
+        plan.check_weights_fit()
         shapes = make_param_shapes(models.describe_params(self._model), layout, plan.kernels, self._dtype)
         if is_cpu and not devices.is_distributed():
             check_weights_fit(shapes)
-        plan.check_weights_fit()
-
         # Likely programs of training
         if config.compile_threads:
             self._compiler = Compiler(config.compile_threads, self._compilation)
@@ -236,6 +235,7 @@ class JaxBackend(AbstractBackend):
             config,
             plan.samples,
             num_adapter_slots=plan.num_adapter_slots,
+            pool_rank=plan.pool_rank,
             compiler=None if is_cpu else self._compiler,
         )
         usual = self._training_programs if config.warmup and not is_cpu else None

@@ -45,6 +45,7 @@ from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, iter_ascending
 from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
 from skyrl_tx.backends.jax.train.training_programs import TrainingPrograms
+from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import (
     DEFAULT_RANK,
     TrainingCosts,
@@ -82,7 +83,9 @@ class StartPlan:
     """Memory that the weights leave.
     Negative if they do not fit, None if devices do not report their memory."""
     num_adapter_slots: int
-    """Slots of the sampler pool at the start, with the lowest rank."""
+    """Slots of the sampler pool at the start."""
+    pool_rank: int
+    """The rank of the sampler pool at the start."""
     pool_bytes: int
     """Memory of the sampler pool."""
     samples: SampleMemory
@@ -173,7 +176,10 @@ def plan_start(
     params = make_params(weight_bytes)
     free = get_free_bytes(params)
     num_slots = choose_adapter_slots(config, params, model)
-    pool_bytes = num_slots * count_adapter_bytes(model, LOWEST_RANK, get_memory_layout(params))
+    pool_rank = LOWEST_RANK
+    if config.warmup or limit_bytes is not None:  # samplers of the default rank then find their memory and programs
+        pool_rank = pad_rank(min(DEFAULT_RANK, config.max_lora_rank))
+    pool_bytes = num_slots * count_adapter_bytes(model, pool_rank, get_memory_layout(params))
 
     # Costs of training: the KV cache leaves memory for them
     in_training, costs = mesh.make_training_layout(layout), None
@@ -222,6 +228,7 @@ def plan_start(
         weight_bytes=weight_bytes,
         free_bytes=free,
         num_adapter_slots=num_slots,
+        pool_rank=pool_rank,
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,

@@ -182,7 +182,8 @@ def _list_items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     remat = "layers rematerialized" if plan.passes.remat else "results of matrix products kept"
 
     yield Item("base weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters in {plan.dtype}, on all devices")
-    yield Item("sampler adapters", plan.pool_bytes, f"{plan.num_adapter_slots} slots of the lowest rank, at the start")
+    slots = f"{plan.num_adapter_slots} slots of rank {plan.pool_rank}, at the start"
+    yield Item("sampler adapters", plan.pool_bytes, slots)
     detail = f"{samples.tokens} tokens, plus {samples.prefix_tokens} of the prefix cache, on all devices"
     yield Item("KV cache", plan.kv_bytes, detail)
 

@@ -38,8 +38,6 @@ from skyrl_tx.backends.jax.shapes import (
     make_tiles,
     next_power_of_two,
 )
-from skyrl_tx.backends.jax.train.training_state import pad_rank
-from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
@@ -82,6 +80,7 @@ class ModelRunner:
         memory: SampleMemory,
         *,
         num_adapter_slots: int,
+        pool_rank: int = LOWEST_RANK,
         compiler: Compiler[Hashable] | None = None,
     ) -> None:
         """Allocate the sampler pool. One of the adapter slots is for the base model.
@@ -94,9 +93,8 @@ class ModelRunner:
         self.set_params(params)
         self._model = model
         self._config = config
-        rank = pad_rank(min(DEFAULT_RANK, config.max_lora_rank)) if config.warmup else LOWEST_RANK
         self.pool = SamplerPool(
-            model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots, rank=rank
+            model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots, rank=pool_rank
         )
         """The adapters of the samplers."""
         self.memory = memory

@@ -50,7 +50,7 @@ def test_a_large_model_on_one_accelerator() -> None:
         # Each layer: q 4096+4096, k and v 4096+1024, o 4096+4096, gate and up 4096+12288, down 12288+4096.
         params_per_rank = 36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936
         assert plan.model_bytes == 4 * 4 * 32 * params_per_rank  # weights, gradient, two moments; bytes
-        assert plan.pool_bytes == plan.num_adapter_slots * 4 * 8 * params_per_rank
+        assert plan.pool_rank == 32 and plan.pool_bytes == plan.num_adapter_slots * 4 * 32 * params_per_rank
         assert plan.samples.max_length == 40960 and plan.max_models > 1
     assert large.samples.tokens > small.samples.tokens
     assert small.passes.remat and not large.passes.remat, "enough tokens without rematerialization"
