@@ -1,6 +1,6 @@
 """A server for training and sampling language models with the Tinker API."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 DISTRIBUTION = "skyrl-tx-server"
 """The name of the package for pip.
