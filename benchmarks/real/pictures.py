@@ -8,6 +8,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.plot_results import BLUE, GREEN, ORANGE, STYLE, make_figure
 from benchmarks.real.train_sft import EVALUATE_EVERY
@@ -84,6 +85,8 @@ def draw_kill(find: Find) -> Figure | None:
 def finish(figure: Figure, axes: Axes, x: str, y: str) -> Figure:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
     axes.legend(fontsize=8)
     return figure
