@@ -13,7 +13,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.apps.history import logged_metrics, points
+from skyrl_tx.apps.history import logged_metrics, points, run_time
 from skyrl_tx.apps.history.client_metrics import ACTIVE_S
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.compose import APPS
@@ -408,3 +408,16 @@ def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, s
         assert losses.startswith("loss stable_reinforce:") and "own definition" in losses
     with live_api(settings.model_copy(update={**changes, "no_console": True})) as server:
         assert "live:" not in server.post("create_session", tags=[]).json()["info_message"]
+
+
+def test_a_session_is_created_if_the_last_run_cannot_be_described(
+    tmp_path: Path, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> str:
+        raise ValueError("unreadable point")
+
+    monkeypatch.setattr(run_time, "describe_last_run", fail)
+    with live_api(settings.model_copy(update={"data_dir": tmp_path})) as server:
+        made = server.post("create_session", tags=[]).json()
+    assert "stable_reinforce" in made["info_message"]
+    assert f"history cannot describe session {made['session_id']}" in caplog.text

@@ -1,5 +1,6 @@
 """Endpoints for client sessions and for searching them."""
 
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import AccessScope, Incoming, IncomingList, Limit, Offset
+from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, IncomingList, Limit, Offset
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
@@ -23,6 +24,7 @@ from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import get_existing
 from skyrl_tx.store.tables import SessionRow
 
+_log = logging.getLogger(__name__)
 router = APIRouter()
 
 _OWN_LOSSES = (
@@ -38,6 +40,23 @@ _ACTIVE_S = 600.0
 
 The SDK sends a heartbeat every 10 s.
 """
+
+
+def _describe_new_session(call: ApiCall, request: Request, session_id: SessionId) -> Iterator[str]:
+    """Yield what the features of this server say about a new session.
+
+    If a feature fails, its error is only logged: the client can use the session without its text.
+    """
+    for name, extension in call.context.extensions.items():
+        if extension.describe_session is None:
+            continue
+        try:
+            line = extension.describe_session(call, request, session_id)
+        except Exception:  # a feature may raise anything
+            _log.exception("%s cannot describe session %s", name, session_id)
+        else:
+            if line is not None:
+                yield line
 
 
 @router.post("/create_session", openapi_extra=describe_body(schemas.CreateSessionRequest))
@@ -73,12 +92,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     # Tell the client what differs from Tinker, and what the features of this server say about the session.
     response = {"type": "create_session", "session_id": str(created)}
-    descriptions = (
-        extension.describe_session(call, request, created)
-        for extension in call.context.extensions.values()
-        if extension.describe_session is not None
-    )
-    response["info_message"] = "\n".join([line for line in descriptions if line is not None] + [_OWN_LOSSES])
+    response["info_message"] = "\n".join((*_describe_new_session(call, request, created), _OWN_LOSSES))
     version = _VERSION.match(call.sdk_version)
     if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
         tested = ".".join(map(str, NEWEST_TESTED_SDK))
