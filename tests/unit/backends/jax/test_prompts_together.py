@@ -67,8 +67,8 @@ def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
     wanted, rows = draw_samples(architecture), list[int]()
     begin, extend = model_runner.ModelRunner.__init__, programs.prefill
 
-    def begin_with_four(self, *arguments):
-        begin(self, *arguments)
+    def begin_with_four(self, *arguments, **named):
+        begin(self, *arguments, **named)
         self.prompts_of_shard = 4
 
     def record_batch_size(params, config, pool, adapter_B, *others):
