@@ -26,7 +26,7 @@ Part = TextPart | ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class MessageBlock:
     """A part of a message between two marks.
 
     A "call" is held back until it is complete. A "mark" has no content and is dropped.
@@ -50,7 +50,7 @@ class Block:
 class Form:
     """How a family of models writes a message."""
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[MessageBlock, ...] = ()
     clues: tuple[str, ...] = ()
     """A chat template with one of these texts belongs to the family."""
     inner_marks: tuple[str, ...] = ()
@@ -81,16 +81,16 @@ class Form:
         return Form(blocks, self.clues, self.inner_marks if calls or self.has_headers else (), self.has_headers)
 
 
-def _make_call(read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False) -> Block:
-    return Block(kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first)
+def _make_call(read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False) -> MessageBlock:
+    return MessageBlock(kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first)
 
 
-def _drop(mark: str) -> Block:
-    return Block(kind="mark", start=mark, ends=("",))
+def _drop(mark: str) -> MessageBlock:
+    return MessageBlock(kind="mark", start=mark, ends=("",))
 
 
 _THOUGHTS = tuple(
-    Block(kind="reasoning", start=start, ends=(end,), is_first=True)
+    MessageBlock(kind="reasoning", start=start, ends=(end,), is_first=True)
     for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 )
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
@@ -103,15 +103,15 @@ FORMS: Mapping[str, Form] = {
     # gpt-oss
     "harmony": Form(
         (
-            Block(
+            MessageBlock(
                 kind="call",
                 start=_MESSAGE,
                 ends=_HARMONY_ENDS,
                 read=tool_calls.read_harmony,
                 header=re.compile(r"to=functions\."),
             ),
-            Block(kind="reasoning", start=_MESSAGE, ends=_HARMONY_ENDS, header=re.compile("analysis")),
-            Block(kind="content", start=_MESSAGE, ends=_HARMONY_ENDS),
+            MessageBlock(kind="reasoning", start=_MESSAGE, ends=_HARMONY_ENDS, header=re.compile("analysis")),
+            MessageBlock(kind="content", start=_MESSAGE, ends=_HARMONY_ENDS),
         ),
         clues=("<|channel|>",),
         inner_marks=("<|start|>", "<|channel|>", "<|constrain|>"),
@@ -207,7 +207,7 @@ class MessageParser:
         # The text that was read so far
         self._held = ""
         """Text that was not parsed yet."""
-        self._block: Block | None = None
+        self._block: MessageBlock | None = None
         """The block that is open, or None."""
         self._opened_by = ""
         """The header and the mark that opened the block. Empty once a part of its text was returned."""
@@ -286,7 +286,7 @@ class MessageParser:
         self._open(block, before + start if is_header else start, self._held[len(start) :])
         return parts
 
-    def _open(self, block: Block, opened_by: str, rest: str) -> None:
+    def _open(self, block: MessageBlock, opened_by: str, rest: str) -> None:
         self._block, self._opened_by, self._held = block, opened_by, rest
         if block.kind != "call":
             self._space, self._follows_block = "", True
@@ -298,7 +298,7 @@ class MessageParser:
         text, self._held = self._held[:size], self._held[size:]
         return text
 
-    def _read_inside(self, block: Block, *, is_last: bool) -> list[Part]:
+    def _read_inside(self, block: MessageBlock, *, is_last: bool) -> list[Part]:
         """Read up to the end of the open block. White space at the beginning of reasoning is dropped."""
         if block.kind == "reasoning" and self._opened_by:
             self._held = self._held.lstrip()
@@ -329,7 +329,7 @@ class MessageParser:
         self._space, self._follows_block, self.has_calls = "", True, True
         return [*calls]
 
-    def _read_text(self, block: Block, text: str) -> list[Part]:
+    def _read_text(self, block: MessageBlock, text: str) -> list[Part]:
         """Return text of the open block. Blocks of content are separated by an empty line."""
         if block.kind in ("mark", "call") or not text:
             return []
