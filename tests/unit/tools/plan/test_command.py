@@ -99,7 +99,7 @@ QWEN3_32B = {
     [
         (QWEN3_4B, "h200", 16384, 131_072, False),
         (QWEN3_8B, "h200", 8192, 262_144, False),
-        pytest.param(QWEN3_32B, "v5e:2x4", 512, 65_536, True, marks=pytest.mark.slow),
+        pytest.param(QWEN3_32B, "v5e:2x4", 256, 65_536, True, marks=pytest.mark.slow),
     ],
     ids=["4B", "8B", "32B"],
 )
