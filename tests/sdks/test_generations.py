@@ -211,8 +211,9 @@ def test_every_release_logs_the_address_of_its_session(
 ) -> None:
     results = run(version).results
     (message,) = results["links"]
-    link, losses = message.splitlines()
+    link, *advice, losses = message.splitlines()
     assert link == f"live: {stack.url}/sessions/{results['session_id']}"
+    assert len(advice) <= 1 and all(line.startswith("last run ") for line in advice)
     assert losses.startswith("loss stable_reinforce: ")
 
 

@@ -5,13 +5,13 @@ from typing import cast
 from fastapi import APIRouter
 from sqlmodel import Session
 
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.http.body import JsonRequest
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.schemas.base import SampleRequestIds, describe_body
@@ -20,7 +20,6 @@ from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import engine_state, futures, sampling_sessions, sessions
-from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SamplingSessionRow
 
 router = APIRouter()
@@ -103,8 +102,6 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         row, owner = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, session_id))
 
         def translate(schema: schemas.AsampleRequest) -> Submission:
-            if len(call.body.raw) > _LARGE_BYTES:
-                _check_prompt_length(call.store, schema)
             sample = sampling.translate_sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
             return (
                 sample.replace_request(_reject_dropped_sampler(row))
@@ -112,7 +109,10 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
                 else sample
             )
 
-        sample = submission.from_json("sample", schemas.AsampleRequest, request, translate, call.check_unknown)
+        if (problem := _find_long_prompt(call, request)) is not None:
+            sample = Submission.from_error("sample", problem)
+        else:
+            sample = submission.from_json("sample", schemas.AsampleRequest, request, translate, call.check_unknown)
         engine = call.context.admission.choose_engine(session_id)
         submitted = call.store.write(
             lambda tx: submission.submit_to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
@@ -148,16 +148,30 @@ def _find_direct_session(call: ApiCall, ids: SampleRequestIds) -> SamplingSessio
     return row.sampling_session_id
 
 
-def _check_prompt_length(store: Store, schema: schemas.AsampleRequest) -> None:
-    """Raise UserError if a prompt is longer than the context.
+def _find_long_prompt(call: ApiCall, request: JsonRequest) -> str | None:
+    """Return an error for a prompt that is longer than the context, or None.
 
-    The engine would refuse it, too, but only after both processes have stored and read it.
+    The engine would refuse it, too, but only after both processes have converted and stored it.
     """
-    state = store.read(engine_state.get)
+    if len(call.body.raw) <= _LARGE_BYTES:
+        return None
+    state = call.store.read(engine_state.get)
     limit = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
-    length = sum(len(chunk.tokens or ()) for chunk in schema.prompt.chunks)
-    if limit is not None and length > limit:
-        raise UserError(f"prompt has {length} tokens, which exceeds the context of {limit} tokens; shorten the prompt")
+    length = sum(map(len, _list_token_lists(request.value.get("prompt"))))
+    if limit is None or length <= limit:
+        return None
+    return f"prompt has {length} tokens, which exceeds the context of {limit} tokens; shorten the prompt"
+
+
+def _list_token_lists(prompt: object) -> list[list[object]]:
+    """Return the token lists in the chunks of a prompt that has not been validated yet."""
+    chunks = cast(dict[str, object], prompt).get("chunks") if isinstance(prompt, dict) else None
+    found = (
+        cast(dict[str, object], chunk).get("tokens")
+        for chunk in cast(list[object], chunks if isinstance(chunks, list) else [])
+        if isinstance(chunk, dict)
+    )
+    return [cast(list[object], tokens) for tokens in found if isinstance(tokens, list)]
 
 
 def _reject_dropped_sampler(row: SamplingSessionRow) -> Rejected:

@@ -12,7 +12,6 @@ from skyrl_tx.server.schemas.base import (
     CreationIds,
     Int,
     List,
-    LongIntegerList,
     ModelRequestIds,
     Name,
     Response,
@@ -32,7 +31,7 @@ class InputChunk(WireModel):
 
     changes_maths = True
     type: str | None = None
-    tokens: LongIntegerList | None = None
+    tokens: List[int] | None = None
     data: str | None = None
     dmel: str | None = None
     location: str | None = None
