@@ -47,7 +47,7 @@ def _describe_new_session(call: ApiCall, request: Request, session_id: SessionId
 
     If a feature fails, its error is only logged: the client can use the session without its text.
     """
-    for name, extension in call.context.extensions.items():
+    for name, extension in reversed([*call.context.extensions.items()]):  # the address of the console comes first
         if extension.describe_session is None:
             continue
         try:
