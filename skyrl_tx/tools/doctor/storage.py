@@ -263,17 +263,19 @@ def examine_artifacts(store: Store, artifacts: ArtifactStore, *, with_hashes: bo
     # The database, and whether the artifacts belong to it. If neither has an identity, no engine of this release has
     # started yet, so there is nothing to compare.
     own, recorded = store.read(identity.get), artifacts.read_identity()
-    is_comparable = bool(artifacts.list_ids()) and (own is not None or recorded is not None)
+    present, trash = set(artifacts.list_ids()), set(artifacts.list_ids(trashed=True))
+    is_comparable = bool(present) and (own is not None or recorded is not None)
     report = ArtifactReport(
         damage=store.find_damage(),
         is_foreign=is_comparable and not identity.is_current(own, recorded),
-        num_trashed=len(artifacts.list_ids(trashed=True)),
+        num_trashed=len(trash),
     )
 
-    # All artifacts.
+    # What refers to the artifacts, and how large they are.
     used, unclaimed = store.read(_find_references), identity.find_unclaimed(store, artifacts)
-    present, trash = set(artifacts.list_ids()), set(artifacts.list_ids(trashed=True))
     sizes = {artifact_id: _measure_size(artifacts, artifact_id) for artifact_id in present}
+
+    # All artifacts.
     progress = Progress("checked", sum(sizes.values()))
     for artifact_id in sorted(used.keys() | present):
         used_by, size = used.get(artifact_id), sizes.get(artifact_id, 0)
