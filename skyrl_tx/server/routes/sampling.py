@@ -25,7 +25,7 @@ from skyrl_tx.store.tables import SamplingSessionRow
 router = APIRouter()
 
 _LARGE_BYTES = 2**20
-"""The prompts of larger bodies are compared with the context before they are stored."""
+"""The prompts of larger bodies are compared with the context before they are validated."""
 
 
 @router.post("/create_sampling_session", openapi_extra=describe_body(schemas.CreateSamplingSessionRequest))

@@ -109,3 +109,13 @@ def test_json_numbers_are_not_rounded_to_integers(dtype: Literal["int32", "int64
     assert whole.dtype == dtype and whole.tolist() == [1, 2]
     with pytest.raises(UserError, match=r"target_tokens\[1\] 1.7 must be from"):
         tensors.from_json(TensorData(data=[1, 1.7], dtype=dtype), tensors.DenseBudget(100), "target_tokens")
+
+
+@pytest.mark.parametrize("place", [3, 10, 11])
+def test_long_lists_are_converted_in_slices(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    monkeypatch.setattr(tensors, "_NUMBERS_PER_SLICE", 4)
+    values = list(range(12))
+    assert tensors.from_numbers(values, "int32", "tokens").tolist() == values
+    values[place] = 2**40
+    with pytest.raises(UserError, match="tokens: not all values are int32"):
+        tensors.from_numbers(values, "int32", "tokens")
