@@ -13,7 +13,7 @@ from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.rendering import format_duration, shorten_id, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
-from skyrl_tx.apps.history.advice import find_advice
+from skyrl_tx.apps.history.advice import MIN_ITERATIONS, find_advice
 from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
 from skyrl_tx.apps.history.curves import (
     CURVES,
@@ -172,7 +172,8 @@ def describe_time(breakdown: Breakdown) -> dict[str, object]:
         rows.append((f"Step {iteration.step}: {', '.join(parts)}", {**iteration.parts}))
     longest_s = max((iteration.wall_s for iteration in breakdown.iterations), default=0.0)
     advice = find_advice(breakdown)
-    return {"time": breakdown, "parts": PARTS, "bars": stack_bars(rows), "longest_s": longest_s, "advice": advice}
+    shown: dict[str, object] = {"time": breakdown, "parts": PARTS, "bars": stack_bars(rows), "longest_s": longest_s}
+    return shown | {"advice": advice, "min_steps": MIN_ITERATIONS}
 
 
 def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:

@@ -7,7 +7,8 @@ from skyrl_tx.apps.history.hints import Hint, name_main_users
 
 _MIN_SHARE = 0.25
 """A bottleneck takes at least this share of the time."""
-_FEW_ITERATIONS = 3
+MIN_ITERATIONS = 3
+"""There is no advice before a run has this many steps."""
 _MANY_REQUESTS = 4
 _SMALL_PASS = 2.0
 """Passes with at most this many examples are small."""
@@ -20,7 +21,7 @@ Finding = tuple[float, str, str]
 
 def find_advice(breakdown: Breakdown) -> list[Hint]:
     """Return what slows a run down, the largest share of time first."""
-    if len(breakdown.iterations) < _FEW_ITERATIONS:
+    if len(breakdown.iterations) < MIN_ITERATIONS:
         return []
 
     checks = (_check_client, _check_queue, _check_compilation, _check_weights, _check_sampling, _check_passes)

@@ -106,4 +106,8 @@ def test_the_time_of_a_run_is_drawn_as_a_stacked_bar_per_step() -> None:
     assert '<rect class="client" x="533.33" y="0.0" width="213.33" height="90.0"/>' in text
     assert "<title>Step 3: Sampling 0 ms, Training 10.0 s," in text and "highest bar took 40.0 s" in text
     assert "67% of the time no request of this run was open." in text and "Tokens in micro-batches: 75%" in text
+    assert "Advice needs at least 3 steps." in render(Breakdown(iterations=[make_iteration(1, 10.0)]))
+    assert "Nothing slows this run down" in render(
+        Breakdown(iterations=[make_iteration(step, 0.0) for step in (1, 2, 3)])
+    )
     assert "no times of this run" in render(Breakdown(iterations=[]))
