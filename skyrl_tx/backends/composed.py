@@ -139,7 +139,8 @@ class ComposedBackend(AbstractBackend):
         Raises UserError if the log-probabilities of trainer and sampler differ too much.
         """
         trainer = self._trainer.start()
-        capabilities = self._on_trainer.limit_capabilities(trainer, self._sampler.start(trainer))
+        own = replace(trainer, sampling_controls=frozenset())  # the sampler adds the controls that it has
+        capabilities = self._on_trainer.limit_capabilities(trainer, self._sampler.start(own))
 
         # Find the most layers whose adapters the sampler accepts.
         reason = ""

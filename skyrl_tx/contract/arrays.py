@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
+Uint16Array = NDArray[np.uint16]
+Uint32Array = NDArray[np.uint32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 NumberArray = NDArray[Any]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyrl_tx.contract.arrays import Int32Array, NumberArray
+from skyrl_tx.contract.constraints import MakeConstraint
 from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LossConfigValue, PromptOptions, SamplingParams
@@ -78,6 +79,8 @@ class SampleRequest:
     options: PromptOptions
     first_index: int = 0
     cache_scope: str = ""
+    make_constraint: MakeConstraint | None = None
+    """Makes the constraint of one sample. Set if the parameters have a constraint."""
 
     def __post_init__(self) -> None:
         assert self.prompt.ndim == 1 and self.prompt.size > 0 and self.num_samples > 0 and self.first_index >= 0

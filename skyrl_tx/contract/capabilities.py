@@ -71,6 +71,8 @@ class Capabilities:
     """Whether a pass may use a loss that the client defined, see `contract.custom_loss`."""
     offers_target_logprobs: bool = False
     """Whether requests may ask for `target_prompt_logprobs`."""
+    sampling_controls: frozenset[str] = frozenset()
+    """Names of the fields of `SamplingControls` that the backend supports."""
     chunk_types: frozenset[str] = frozenset({"text"})
     """Kinds of prompt chunks that the backend accepts. Only text is used so far."""
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -85,6 +85,13 @@ NUMBERS: Mapping[str, NumberField] = {
     "temperature": NumberField(1e-30, 2.0**126, also=(0,)),
     "top_p": NumberField(0, 1, excludes="low"),
     "top_k": NumberField(1, MAX_INT32, is_integer=True, also=(0, -1)),
+    # Sampling, with vLLM's ranges
+    "min_p": NumberField(0, 1),
+    "presence_penalty": NumberField(-2, 2),
+    "frequency_penalty": NumberField(-2, 2),
+    "repetition_penalty": NumberField(0, MAX_FLOAT32, excludes="low"),
+    "logit_bias": NumberField(-100, 100),
+    "min_tokens": NumberField(0, MAX_INT32, is_integer=True),
     "stop_token": NumberField(0, MAX_INT32, is_integer=True),
     "topk_logprobs": NumberField(0, MAX_INT32, is_integer=True),
     "prompt_alt_tokens_k": NumberField(0, MAX_INT32, is_integer=True),

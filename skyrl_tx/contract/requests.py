@@ -9,7 +9,7 @@ all earlier requests of the model.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
@@ -176,6 +176,55 @@ The engine decodes that much text again in every decode slice.
 """
 
 
+MAX_LOGIT_BIAS = 1024
+"""Maximum number of entries of `SamplingControls.logit_bias`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """Text that a sample has to match, for example a JSON schema or a regular expression."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingControls:
+    """Parameters of vLLM that change the distribution of the next token. The defaults change nothing.
+
+    Before the division by the temperature, the logits change in this order:
+
+    1. The logits of tokens that `constraint` does not allow become -inf. Until the sample has
+       `min_tokens` tokens, the logits of stop tokens become -inf too, unless no token would be
+       left.
+    2. `logit_bias`, pairs of a token and a number, is added.
+    3. For tokens of the prompt or the sample, positive logits are divided by `repetition_penalty`,
+       and other logits are multiplied by it.
+    4. `frequency_penalty`, times the number of times that the token is in the sample, is
+       subtracted.
+    5. `presence_penalty` is subtracted for tokens that are in the sample.
+
+    The log-probabilities that a sample reports include these changes. After the temperature and
+    before top-k, `min_p` removes the tokens that are less than `min_p` times as likely as the
+    likeliest token. Like top-k, it does not change the reported log-probabilities.
+    """
+
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    constraint: Constraint | None = None
+
+    def list_used(self) -> list[str]:
+        """Return the names of the fields that change something, see `Capabilities.sampling_controls`."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+
+_NO_CONTROLS = SamplingControls()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn (SDK: `sampling_params`).
@@ -192,7 +241,7 @@ class SamplingParams:
 
     `max_tokens=None` means up to the context limit. A sample ends after the first match of a stop
     string or after a stop token, which is part of the sample. `eos_stops` is False only if the
-    client sent `stop=[]`.
+    client sent `stop=[]`. Unset `controls` take no bytes, like `ModelPass.sampled`.
     """
 
     seed: int
@@ -203,6 +252,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     eos_stops: bool = True
+    controls: SamplingControls | UnsetType = UNSET
+
+    @property
+    def active_controls(self) -> SamplingControls:
+        """The controls, with defaults if they are unset."""
+        return self.controls or _NO_CONTROLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

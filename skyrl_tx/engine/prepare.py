@@ -28,9 +28,6 @@ from skyrl_tx.contract.ids import ModelId, RequestId, checkpoint_name
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
 from skyrl_tx.contract.numbers import MAX_FLOAT32, check_number, check_order
 from skyrl_tx.contract.requests import (
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
     CreateModel,
     Datum,
     LoadWeights,
@@ -40,10 +37,10 @@ from skyrl_tx.contract.requests import (
     OptimizerParams,
     PromptOptions,
     Sample,
-    SamplingParams,
     SaveWeights,
 )
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
+from skyrl_tx.engine.sampling_checks import check_params
 
 _TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
 """The inputs that all custom losses have."""
@@ -257,7 +254,7 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
     """Check `sample`."""
     _check_tokens("prompt", request.prompt, capabilities.vocab_size)
     check_number("num_samples", request.num_samples)
-    _check_sampling(request.params, capabilities.vocab_size)
+    check_params(request.params, capabilities)
 
     # The number of tokens. `max_tokens` null means the rest of the context.
     length, limit = request.prompt.size, capabilities.max_context_length
@@ -449,27 +446,6 @@ def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
             f"{field} has shape {list(array.shape)}: a position may have at most {vocab_size} targets, "
             "the size of the vocabulary"
         )
-
-
-def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    # Distribution.
-    for name in ("temperature", "top_p", "top_k"):
-        check_number(f"sampling_params.{name}", getattr(params, name))
-
-    # Stop strings and tokens.
-    if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
-        raise UserError(f"sampling_params.stop has {count} strings: must have at most {MAX_STOP_STRINGS}")
-    if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
-        raise UserError(f"sampling_params.stop has {count} tokens: must have at most {MAX_STOP_TOKENS}")
-    if (longest := max(map(len, params.stop_strings), default=0)) > MAX_STOP_CHARS:
-        raise UserError(
-            f"sampling_params.stop contains a string of {longest} characters: must have at most {MAX_STOP_CHARS}"
-        )
-    if "" in params.stop_strings:
-        raise UserError("sampling_params.stop contains an empty string")
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise UserError(f"sampling_params.stop: token {token} is outside the vocabulary of {vocab_size} tokens")
 
 
 def _check_options(options: PromptOptions, length: int, capabilities: Capabilities) -> None:
