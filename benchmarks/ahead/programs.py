@@ -210,6 +210,7 @@ class _Shapes:
     def adapters(self) -> _Lowered:
         """Return a decode slice of the most samples, with as few adapters as a program of several has."""
         plan, merges = self._plan, self._plan.dtype != "float32"
+        assert self._config.max_sampler_adapters is not None
         most = 1 + self._config.max_sampler_adapters
         first, *others = SliceRows.iter_shapes(plan.samples.num_rows, BASE_SLOT + 1, merges=merges, max_adapters=most)
         return self._decode_adapters(others[0] if merges else first)

@@ -446,15 +446,15 @@ class JaxBackend(AbstractBackend):
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
     def _make_capabilities(self, config: JaxConfig) -> Capabilities:
-        all_devices = jax.tree.leaves(self._params)[0].devices()
-        device = min(all_devices, key=lambda device: device.id)
+        all_devices = sorted(jax.tree.leaves(self._params)[0].devices(), key=lambda device: device.id)
+        assert config.max_sampler_adapters is not None
         return Capabilities(
             max_context_length=self._plan.samples.max_length,
             max_training_length=min(self._plan.longest_row or sys.maxsize, self._model.max_context_length),
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
-            devices=(f"{device.device_kind} ({device.platform})",) * len(all_devices),
+            devices=(f"{all_devices[0].device_kind} ({all_devices[0].platform})",) * len(all_devices),
             # Limits
             max_models=self._plan.max_models,
             max_samplers=config.max_sampler_adapters,
@@ -470,7 +470,7 @@ class JaxBackend(AbstractBackend):
             max_alt_tokens=config.max_topk_logprobs,
             offers_custom_losses=True,
             offers_target_logprobs=True,
-            fingerprint=self._make_fingerprint(config, device),
+            fingerprint=self._make_fingerprint(config, all_devices[0]),
             base_model_hash=self._hash_base_model(),
         )
 

@@ -134,8 +134,9 @@ class JaxFlags(BaseModel):
     fit otherwise, and never on CPU."""
 
     # Sampling
-    max_sampler_adapters: int = Field(default=16, gt=0)
-    """How many adapters can be loaded for sampling at the same time, without the base model."""
+    max_sampler_adapters: int | None = Field(default=None, gt=0)
+    """How many adapters can be loaded for sampling at the same time, without the base model.
+    Unset: 8 on CPU, where they take memory of the host, and 16 elsewhere."""
     sample_slots: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """How many samples are decoded at the same time. Unset: 32 on CPU.
     On accelerators 256, 128, 64 or 32 for each copy of the weights (dp): the largest of these
@@ -221,6 +222,7 @@ class JaxConfig(JaxFlags):
         defaults = {
             "prefill_chunk_tokens": chunk_tokens,
             "prefill_tokens": prefill_tokens,
+            "max_sampler_adapters": 8 if is_cpu else 16,
             "async_decoding": not is_cpu,
             "compile_threads": num_threads,
             "smallest_rank": 8 if is_cpu else 32,

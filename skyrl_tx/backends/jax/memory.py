@@ -434,6 +434,7 @@ def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model:
     sampler compiles no program again. Otherwise the number is what fits, but at least
     MIN_ADAPTER_SLOTS. Call this when the weights are on the device.
     """
+    assert config.max_sampler_adapters is not None
     cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), get_memory_layout(params))
     return min(
         1 + config.max_sampler_adapters, max(int(POOL_SHARE * _get_free_memory(params) / cost), MIN_ADAPTER_SLOTS)

@@ -163,6 +163,7 @@ def plan_start(
 
     Raises UserError if `offload` is configured and `offload_bytes` is 0.
     """
+    config = config.with_platform_defaults(platform)
     kernels = choose_kernels(config, platform, dtype)
     described = models.describe_params(model)
     weight_bytes = count_bytes_per_device(described, layout, dtype)

@@ -88,6 +88,7 @@ class ModelRunner:
         `params` may be shapes until `set_params`. With a compiler, `queue_usual` and `precompile`
         compile programs in parallel.
         """
+        assert config.max_sampler_adapters is not None
         self._compiler = compiler
         self._platform = next(iter(params.embed.sharding.device_set)).platform
         self.set_params(params)
