@@ -37,6 +37,7 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
         tokens.append(choose(rows[-1], params, draw_uniform(params.seed, sample.index, position)))
         if tokens[-1] in sample.stops:
             break
+    # Look up the log-probabilities of the tokens.
     logprobs_TV, count = np.stack(rows), request.options.sample_topk
     logprobs = logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32)
     return sample.take(np.array(tokens, np.int32), logprobs, top(logprobs_TV, count) if count else None, prompt)
@@ -65,7 +66,7 @@ def draw_uniform(*key: int) -> float:
 def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
     """Draw one token with a random number in [0, 1). A model that has diverged gives token 0.
 
-    `logprobs_V` are those of `scaled_logprobs`.
+    The log-probabilities come from `scaled_logprobs`.
     """
     if params.temperature == 0:
         return int(np.argmax(logprobs_V))
