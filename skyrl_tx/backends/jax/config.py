@@ -219,6 +219,7 @@ class JaxConfig(JaxFlags):
         num_threads = max(1, (os.cpu_count() or 1) - SPARE_CORES)
         if is_cpu:
             num_threads = count_compile_threads(MAX_TRAINING_COMPILE_THREADS) if has_cache else 0
+
         defaults = {
             "prefill_chunk_tokens": chunk_tokens,
             "prefill_tokens": prefill_tokens,
