@@ -21,7 +21,6 @@ from docs import example_config, reference_text
 from docs.markdown import codes, first_line, sentence, table
 from docs.openapi import read_openapi
 from docs.python_api_page import python_api_page
-from docs.sdk_endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS
 from docs.settings_page import settings_page
 from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
@@ -37,6 +36,7 @@ from skyrl_tx.server.app import ROUTERS
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import BODIES, WireModel
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
+from skyrl_tx.tools.conformance.endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS, SdkEndpoint
 from tests.support.client_environments import COOKBOOK, SDKS
 
 ROOT = Path(__file__).parents[1]
@@ -90,13 +90,25 @@ def endpoints_page() -> Iterator[str]:
     yield reference_text.PARITY
     yield table(
         ("Endpoint", "SDK", "Called by", "Answer"),
-        (endpoint.row(operations, PREFIX) for endpoint in (*SDK_ENDPOINTS, *UNVERIFIED_ENDPOINTS)),
+        (_make_parity_row(endpoint, operations) for endpoint in (*SDK_ENDPOINTS, *UNVERIFIED_ENDPOINTS)),
     )
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_list_fields(BODIES[name])}" for name in sorted(BODIES))
     yield "## Not supported"
     yield reference_text.UNSUPPORTED
+
+
+def _make_parity_row(endpoint: SdkEndpoint, operations: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the row of an endpoint of the SDK. How this server answers follows from its OpenAPI paths."""
+    found = operations.get(PREFIX + endpoint.path, {}).get(endpoint.method.lower())
+    if found is None:
+        answer = "**404**"
+    elif "FutureHandle" in str(found["responses"]):
+        answer = "a future"
+    else:
+        answer = "long poll" if "long poll" in found["description"] else "at once"
+    return f"`{endpoint.method} {endpoint.path}`", endpoint.releases, endpoint.callers, answer
 
 
 def _make_chat_endpoints() -> Iterator[str]:

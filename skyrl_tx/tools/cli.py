@@ -118,6 +118,12 @@ BUILT_IN_COMMANDS = (
         group="diagnosis",
         code="skyrl_tx.tools.plan.command:add_arguments",
     ),
+    Command(
+        name="conformance",
+        help="check any Tinker server with the real tinker SDK",
+        group="diagnosis",
+        code="skyrl_tx.tools.conformance.command:add_arguments",
+    ),
 )
 COMMANDS = {
     command.name: command for command in (*BUILT_IN_COMMANDS, *(command for app in APPS for command in app.commands))

@@ -1,12 +1,9 @@
-"""The endpoints that the `tinker` SDK calls, for the table of parity in docs/reference/endpoints.md.
+"""The endpoints that the `tinker` SDK calls: rows of the table, and of docs/reference/endpoints.md.
 
 Found by running the releases 0.16.1 to 0.38.0 and by reading them; a test compares the paths with the installed SDK.
-The generator adds from the routes whether and how this server answers each of them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 _RUN = "/training_runs/{run_id}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
@@ -23,17 +20,6 @@ class SdkEndpoint:
     path: str
     releases: str
     callers: str
-
-    def row(self, operations: Mapping[str, Any], prefix: str) -> tuple[str, str, str, str]:
-        """Return the row of the table; how this server answers follows from its OpenAPI paths, which have a prefix."""
-        found = operations.get(prefix + self.path, {}).get(self.method.lower())
-        if found is None:
-            answer = "**404**"
-        elif "FutureHandle" in str(found["responses"]):
-            answer = "a future"
-        else:
-            answer = "long poll" if "long poll" in found["description"] else "at once"
-        return f"`{self.method} {self.path}`", self.releases, self.callers, answer
 
 
 SDK_ENDPOINTS = (
