@@ -318,6 +318,8 @@ def make_scoring_request(
 
 def _is_comparable(request: SampleRequest) -> bool:
     params = request.params
+    if params.controls:  # the trainer scores tokens with the model's own logits
+        return False
     return params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p >= 1)
 
 

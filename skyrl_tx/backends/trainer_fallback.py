@@ -39,12 +39,17 @@ class TrainerSamplers:
     def limit_capabilities(self, trainer: Capabilities, combined: Capabilities) -> Capabilities:
         """Return the capabilities of trainer and sampler together.
 
-        If samplers are loaded on the trainer too, the smaller `max_samplers` of both applies.
+        If samplers are loaded on the trainer too, the smaller `max_samplers` of both applies, and a
+        sample may use only controls that both support.
         """
         self.max_tokens = min(trainer.max_context_length, trainer.max_sample_tokens)
         if not self._are_needed:
             return combined
-        return replace(combined, max_samplers=min(combined.max_samplers, trainer.max_samplers))
+        return replace(
+            combined,
+            max_samplers=min(combined.max_samplers, trainer.max_samplers),
+            sampling_controls=combined.sampling_controls & trainer.sampling_controls,
+        )
 
     def load(self, sampler: SamplerId, source: Snapshot) -> None:
         """Load the weights of a sampler on the trainer, if checks or fallback need them.

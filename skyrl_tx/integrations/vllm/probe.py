@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import PREFIX
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLost, VllmServer
@@ -120,6 +121,7 @@ async def _probe_one(
         max_topk_logprobs=min(trainer.max_topk_logprobs, max_logprobs - 1),
         max_alt_tokens=0,
         offers_target_logprobs=False,
+        sampling_controls=wire.CONTROLS,
     )
     return ProbeResult(capabilities=capabilities, base_model=base_model)
 

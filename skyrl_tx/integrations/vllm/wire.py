@@ -8,7 +8,7 @@ Shapes: T tokens of a prompt, N new tokens, K top tokens.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
@@ -17,13 +17,15 @@ import numpy as np
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.contract.requests import PromptOptions, SamplingControls
 from skyrl_tx.contract.results import PromptResult, StopReason, TopK
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM only logs a warning and raises lower temperatures to the minimum. It refuses temperatures above the maximum."""
 _NO_LOGPROB = -99999.0
 _DONE = "[DONE]"
+CONTROLS = frozenset(field.name for field in fields(SamplingControls)) - {"constraint"}
+"""The controls that vLLM gets, see `SamplingControls`."""
 
 
 class WireError(Exception):
@@ -43,7 +45,8 @@ class TokenChunk:
 def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
     """Raise UserError, which names the field, if vLLM would not sample a request as the contract requires.
 
-    `renormalizes` allows top_k and top_p, although vLLM then returns log-probabilities among the remaining tokens.
+    `renormalizes` allows top_k, top_p and min_p, although vLLM then returns log-probabilities among the remaining
+    tokens.
     """
     params = request.params
     if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
@@ -58,6 +61,16 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
         raise UserError(f"sampling_params.top_k {params.top_k} must be -1, {reason}")
     if params.top_p < 1:
         raise UserError(f"sampling_params.top_p {params.top_p} must be 1, {reason}")
+    if (min_p := params.active_controls.min_p) > 0:
+        raise UserError(f"min_p {min_p} must be 0, {reason}")
+
+
+def _make_controls(controls: SamplingControls) -> dict[str, Any]:
+    """Return vLLM's fields for the controls that change something. It has the same names and definitions."""
+    used = {name: getattr(controls, name) for name in controls.list_used() if name in CONTROLS}
+    if controls.logit_bias:
+        used["logit_bias"] = {str(token): bias for token, bias in controls.logit_bias}
+    return used
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -88,6 +101,7 @@ def make_sample_body(
         sampling["top_k"] = params.top_k
     if params.temperature > 0 and params.top_p < 1:
         sampling["top_p"] = params.top_p
+    sampling |= _make_controls(params.active_controls)
     return _make_body(request, model, sampling) | {"stream": True}
 
 

@@ -8,7 +8,7 @@ import pytest
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.requests import PromptOptions, SamplingControls, SamplingParams
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.wire import WireError
 
@@ -66,6 +66,13 @@ def test_filters_are_sent_where_they_change_something():
     assert (sampling["top_k"], sampling["top_p"]) == (4, 0.5)
 
 
+def test_controls_that_change_something_are_passed_on():
+    controls = SamplingControls(min_p=0.5, presence_penalty=1.0, logit_bias=((5, -1.5),), min_tokens=3)
+    sampling, plain = body(request(controls=controls))["sampling_params"], body(request())["sampling_params"]
+    added = {"min_p": 0.5, "presence_penalty": 1.0, "logit_bias": {"5": -1.5}, "min_tokens": 3}
+    assert sampling == plain | added
+
+
 def test_the_salt_of_a_cache_hides_its_scope():
     one = body(request())
     assert one["cache_salt"] != "ann" and one["cache_salt"] == body(request(), 3)["cache_salt"]
@@ -85,6 +92,7 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
     [
         ({"top_k": 5}, r"sampling_params.top_k 5 must be -1, because this server samples with vLLM"),
         ({"top_p": 0.5}, r"sampling_params.top_p 0.5 must be 1"),
+        ({"controls": SamplingControls(min_p=0.5)}, r"min_p 0.5 must be 0, because this server samples with vLLM"),
         ({"temperature": 0.001}, r"sampling_params.temperature 0.001 must be 0, or from 0.01 to 2.0"),
         ({"temperature": 3.0}, r"sampling_params.temperature 3.0 must be 0, or from 0.01 to 2.0"),
     ],
