@@ -49,7 +49,12 @@ class SampleAssembler:
         """`text_of` decodes tokens to text. It is used only if the request has stop strings."""
         self.request = request
         self._sequences = [
-            _Sequence(StopStringMatcher(request.params.stop_strings, text_of)) for _ in range(request.num_samples)
+            _Sequence(
+                StopStringMatcher(
+                    request.params.stop_strings, text_of, min_tokens=request.params.active_controls.min_tokens
+                )
+            )
+            for _ in range(request.num_samples)
         ]
         self._prompt = PromptResult()
 
@@ -146,7 +151,11 @@ class _Sequence:
 class StopStringMatcher:
     """Finds stop strings in a growing sample, even if they span multiple tokens."""
 
-    def __init__(self, stop_strings: Sequence[str], text_of: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, stop_strings: Sequence[str], text_of: Callable[[list[int]], str], *, min_tokens: int = 0
+    ) -> None:
+        """The first `min_tokens` tokens are not searched for stop strings."""
+        self._num_exempt = min_tokens
         self._stop_strings = tuple(stop_strings)
         self._text_of = text_of
         self._longest = max((len(text) for text in stop_strings), default=0)
@@ -160,6 +169,11 @@ class StopStringMatcher:
         """
         if not self._stop_strings:
             return None
+        if self._num_exempt and tokens:
+            num_exempt = min(self._num_exempt, len(tokens))
+            self._num_exempt -= num_exempt
+            num_kept = self.feed(tokens[num_exempt:])
+            return None if num_kept is None else num_exempt + num_kept
         if self._matches(self._window + tokens):
             return next(n for n in range(1, len(tokens) + 1) if self._matches(self._window + tokens[:n]))
         self._window = self._take_tail(self._window + tokens)

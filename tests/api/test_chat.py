@@ -218,9 +218,41 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         HTTPStatus.BAD_REQUEST,
         "enable_thinking: sets enable_thinking of the chat template to False",
     ),
-    "penalty": (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, HTTPStatus.BAD_REQUEST, "presence_penalty 1"),
-    "min_tokens": (COMPLETIONS, {"prompt": "a", "min_tokens": 5}, HTTPStatus.BAD_REQUEST, "min_tokens 5: this server"),
-    "bias": (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, HTTPStatus.BAD_REQUEST, "logit_bias"),
+    "penalty": (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, HTTPStatus.BAD_REQUEST, "presence_penalty 3.0"),
+    "frequency": (
+        CHAT,
+        {"messages": TALK, "frequency_penalty": -2.1},
+        HTTPStatus.BAD_REQUEST,
+        "frequency_penalty -2.1",
+    ),
+    "repetition": (CHAT, {"messages": TALK, "repetition_penalty": 0}, HTTPStatus.BAD_REQUEST, "repetition_penalty 0"),
+    "min_p": (CHAT, {"messages": TALK, "min_p": 1.5}, HTTPStatus.BAD_REQUEST, "min_p 1.5 must be from 0 to 1"),
+    "min_tokens": (COMPLETIONS, {"prompt": "a", "min_tokens": -1}, HTTPStatus.BAD_REQUEST, "min_tokens -1 must"),
+    "many min_tokens": (
+        CHAT,
+        {"messages": TALK, "min_tokens": 9, "max_completion_tokens": 8},
+        HTTPStatus.BAD_REQUEST,
+        "min_tokens 9: must not be greater than max_completion_tokens, which is 8",
+    ),
+    "bias": (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, HTTPStatus.BAD_REQUEST, "logit_bias[5] 101.0"),
+    "bias of a word": (
+        CHAT,
+        {"messages": TALK, "logit_bias": {"05": 1}},
+        HTTPStatus.BAD_REQUEST,
+        "logit_bias: the key '05' must be a token id",
+    ),
+    "bias of a negative token": (
+        CHAT,
+        {"messages": TALK, "logit_bias": {"-5": 1}},
+        HTTPStatus.BAD_REQUEST,
+        "'-5' must",
+    ),
+    "much bias": (
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {str(token): 1 for token in range(1025)}},
+        HTTPStatus.BAD_REQUEST,
+        "logit_bias has 1025 entries: must have at most 1024",
+    ),
     "best_of": (COMPLETIONS, {"prompt": "a", "best_of": 3}, HTTPStatus.BAD_REQUEST, "best_of 3: must be equal to n"),
     "suffix": (COMPLETIONS, {"prompt": "a", "suffix": "b"}, HTTPStatus.BAD_REQUEST, "suffix 'b'"),
     "no prompt": (COMPLETIONS, {"prompt": []}, HTTPStatus.BAD_REQUEST, "prompt"),
@@ -307,6 +339,42 @@ def test_errors_have_the_form_of_the_api(stack: LiveStack, case: str) -> None:
 def test_error_within_a_stream_is_its_last_event(stack: LiveStack) -> None:
     events = stream_events(stack, COMPLETIONS, prompt=[10**6])
     assert "outside the vocabulary" in events[-1]["error"]["message"]
+
+
+def test_bias_beyond_the_vocabulary(stack: LiveStack) -> None:
+    response = post(stack, COMPLETIONS, prompt="a", logit_bias={"999999999": 1})
+    assert response.status_code == HTTPStatus.BAD_REQUEST
+    assert "logit_bias: token 999999999 is outside the vocabulary" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_controls_change_the_distribution(stack: LiveStack, path: str) -> None:
+    """A high bias forces a token until it was drawn too often; neutral values change nothing."""
+    prompt = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": TALK}
+    body = {**prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stop_token_ids": [70]}
+    neutral = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}
+    plain = answer(stack, path, **body)["choices"]
+    assert answer(stack, path, **body, **neutral, min_tokens=0)["choices"][0]["token_ids"] == plain[0]["token_ids"]
+
+    forced = {**body, "n": 2, "logit_bias": {"70": 100, "71": 99}}
+    assert [made["token_ids"] for made in answer(stack, path, **forced)["choices"]] == [[70]] * 2
+    biased = answer(stack, path, **forced, min_tokens=4)["choices"]
+    assert [made["token_ids"] for made in biased] == [[71] * 4 + [70]] * 2
+    penalized = answer(stack, path, **forced, min_tokens=4, presence_penalty=2, min_p=0.5)["choices"]
+    assert [made["token_ids"] for made in penalized] == [[71] * 4 + [70]] * 2
+
+    events = stream_events(stack, path, **forced, min_tokens=4)
+    streamed = [
+        [
+            token
+            for event in events
+            for choice in event["choices"]
+            if choice["index"] == index
+            for token in choice.get("token_ids") or []
+        ]
+        for index in range(2)
+    ]
+    assert streamed == [[71] * 4 + [70]] * 2
 
 
 def test_echo_without_new_tokens_scores_a_prompt(stack: LiveStack) -> None:

@@ -2,15 +2,17 @@
 
 The OpenAI schemas include extensions that vLLM and SGLang have made common, for example
 `prompt_logprobs`. A request with an unknown field gets an error, because the field could change the
-result. Some fields are listed here although only their neutral value is supported, for example
-`presence_penalty` 0, so that clients that send this value still work.
+result. Some fields are listed here although they have no effect, or only one value is supported, so
+that clients that send them still work.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Literal, Self, TypeVar, cast
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from skyrl_tx.apps.chat.sampling_controls import read_controls
 from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.contract.requests import SamplingParams
@@ -54,13 +56,13 @@ class GenerationFields(WireModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
-    # Only the neutral value is supported
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
     min_tokens: Int | None = None
     logit_bias: dict[str, float] | None = None
+    # Must be equal to `n`
     best_of: Int | None = None
     # Without effect on the result
     user: str | None = None
@@ -330,16 +332,6 @@ def _refuse_unknown(value: object, where: str) -> None:
         _refuse_unknown(getattr(value, name), f"{prefix}{name}")
 
 
-_NEUTRAL = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-}
-"""The only supported values of these fields. They do not change the result."""
-
-
 def make_params(
     *,
     max_tokens: int | None,
@@ -393,20 +385,13 @@ def convert_openai_fields(request: GenerationFields, max_tokens: int | None, nam
     `name` is the request's field for `max_tokens`. Raises UserError for a value that is not
     supported.
     """
-    # Fields with only one supported value
-    for field, neutral in _NEUTRAL.items():
-        value = getattr(request, field)
-        is_neutral = value in (None, neutral)
-        require(is_neutral, f"{field} {quote_value(value)}: this server supports only {neutral}", field=field)
-    bias = request.logit_bias
-    require(not bias, f"logit_bias {quote_value(bias)}: is not supported", field="logit_bias")
     require(
         request.best_of in (None, request.n or 1),
         f"best_of {quote_value(request.best_of)}: must be equal to n, which is {request.n or 1}",
         field="best_of",
     )
 
-    return make_params(
+    params = make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -417,6 +402,7 @@ def convert_openai_fields(request: GenerationFields, max_tokens: int | None, nam
         ignore_eos=bool(request.ignore_eos),
         max_tokens_name=name,
     )
+    return replace(params, controls=read_controls(request, max_tokens, name))
 
 
 def check_num_samples(n: int | None) -> int:

@@ -339,6 +339,7 @@ class ChatService:
                 keep_stop=request.keep_stop,
                 skip_special=request.skip_special and hidden is None,
                 hidden=hidden or frozenset(),
+                min_tokens=request.params.active_controls.min_tokens,
             )
             for _ in range(request.num_samples)
         ]

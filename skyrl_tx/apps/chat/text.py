@@ -337,15 +337,18 @@ class SampleText:
         keep_stop: bool = False,
         skip_special: bool = True,
         hidden: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
         """With `keep_stop`, the text includes the stop string or token that ended the sample.
 
+        The first `min_tokens` tokens are not searched for stop strings.
         Without `skip_special`, tokens in `hidden` are still left out.
         """
         self._decoder = decoder
         self._hidden = hidden
         self._detokenizer = Detokenizer(decoder, skip_special=skip_special)
         self._stops = StopStrings(stops, keep_match=keep_stop)
+        self._num_exempt = min_tokens
         self._last: list[int] = []
         """The last tokens, in which the engine may have found a stop string with special tokens."""
         self._stop_tokens = frozenset[int]() if keep_stop else stop_tokens
@@ -357,14 +360,21 @@ class SampleText:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the new text."""
+        if self._num_exempt:
+            num = min(self._num_exempt, len(tokens))
+            self._num_exempt -= num
+            return self._decode(tokens[:num]) + (self.feed(tokens[num:]) if tokens[num:] else "")
         if self._stops.num_chars:
             self._last = [*self._last, *tokens][-_MAX_INCOMPLETE * self._stops.num_chars :]
         # Only the last token of a sample can be a stop token
         if tokens and tokens[-1] in self._stop_tokens:
             tokens = tokens[:-1]
+        return self._stops.feed(self._decode(tokens))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
         if self._hidden:
             tokens = [token for token in tokens if token not in self._hidden]
-        return self._stops.feed(self._detokenizer.feed(tokens))
+        return self._detokenizer.feed(tokens)
 
     def finish(self) -> str:
         """Return the rest of the text."""

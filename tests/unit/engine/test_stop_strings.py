@@ -22,6 +22,13 @@ def test_first_match_ends_the_sample():
     assert StopStringMatcher(["cd", "b"], pieces("a", "b", "c", "d")).feed([0, 1, 2, 3]) == 2
 
 
+def test_no_match_before_min_tokens():
+    pieces_of = pieces("a", "b")
+    assert StopStringMatcher(["b"], pieces_of, min_tokens=3).feed([0, 1, 0, 1, 0]) == 4
+    watch = StopStringMatcher(["ab"], pieces_of, min_tokens=3)
+    assert [watch.feed(tokens) for tokens in ([0], [1, 0, 1], [0, 1])] == [None, None, 2]
+
+
 def test_token_that_completes_the_match_is_kept():
     assert StopStringMatcher(["\n"], pieces("a", "\n\n", "b")).feed([0, 1, 2]) == 2
 

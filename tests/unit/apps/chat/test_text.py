@@ -136,6 +136,14 @@ def test_stop_string_with_a_special_token_is_known(stop: str, expected: str, siz
     assert text.stop_string == (stop if stop.endswith("<|im_end|>") else None)
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_text_before_min_tokens_may_contain_stop_strings(size: int) -> None:
+    tokens = [tokenizer().token_to_id(letter) for letter in "abaccaba"]
+    text = SampleText(TinyDecoder(), stops=["b"], stop_tokens=frozenset(), min_tokens=3)
+    pieces = [text.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    assert "".join(pieces) + text.finish() == "abacca" and text.stop_string == "b"
+
+
 def test_special_tokens_that_separate_parts_stay_in_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
     made.add_special_tokens(["<|channel|>", "<|pad|>"])
