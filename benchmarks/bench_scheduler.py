@@ -16,9 +16,8 @@ import numpy as np
 from benchmarks.common import report
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
-from skyrl_tx.backends.jax.sample.model_runner import iter_copy_arguments
 from skyrl_tx.backends.jax.sample.programs import SliceResult
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, SlicePart, SliceRows

@@ -10,6 +10,7 @@ import numpy as np
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.results import PromptResult, SampleDelta, StopReason, TopK
 
 
@@ -24,6 +25,8 @@ class OpenSample:
     drawn: list[Int32Array] = field(default_factory=list[Int32Array])
     num_drawn: int = 0
     stop_reason: StopReason | None = None
+    adjuster: LogitAdjuster | None = None
+    """Changes the logits of the next token; None if the parameters never change them."""
     state: Any = None
     """Free for the backend to use, for example for the keys and values of the sample."""
 
@@ -37,6 +40,11 @@ class OpenSample:
     def num_left(self) -> int:
         """Number of tokens that the sample may still get."""
         return self.max_tokens - self.num_drawn
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the logits of the next token change."""
+        return self.adjuster is not None and self.adjuster.adjusts(self.num_drawn)
 
     @property
     def last_token(self) -> int:
@@ -94,6 +102,9 @@ class OpenSample:
             self.stop_reason = "stop"
         elif self.num_drawn == self.request.params.max_tokens:
             self.stop_reason = "length"
+        if self.adjuster is not None and self.stop_reason is None:
+            self.adjuster.accept(tokens.tolist())
+
         return SampleDelta(
             request_id=self.request.request_id,
             index=self.index,
@@ -108,8 +119,12 @@ class OpenSample:
 class OpenSamples:
     """The running samples of all requests, in order of arrival."""
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
-        """Start without samples. Tokens of `eos_token_ids` end a sample, except if `eos_stops` is False."""
+    def __init__(self, eos_token_ids: Collection[int], vocab_size: int | None = None) -> None:
+        """Start without samples. Tokens of `eos_token_ids` end a sample, except if `eos_stops` is False.
+
+        A backend that changes logits, see `OpenSample.adjuster`, passes the size of its vocabulary.
+        """
+        self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._samples: dict[tuple[RequestId, int], OpenSample] = {}
 
@@ -125,6 +140,8 @@ class OpenSamples:
                 stops |= self._eos
             for index in range(request.first_index, request.first_index + request.num_samples):
                 sample = OpenSample(request=request, index=index, stops=stops)
+                if self._vocab_size is not None:
+                    sample.adjuster = LogitAdjuster.make(request, stops, self._vocab_size)
                 self._samples[request.request_id, index] = sample
 
     def first(self, most: int) -> list[OpenSample]:

@@ -76,6 +76,7 @@ class FakeModelRunner:
         self._weights = {BASE_SLOT: 0}
         self._max_samplers = max_samplers
         self.pool = self
+        self.vocab_size = VOCAB_SIZE
 
     @property
     def num_computed(self) -> int:
@@ -133,6 +134,9 @@ class FakeModelRunner:
 
     def precompile(self, requests: Sequence[SampleRequest]) -> None:
         """Nothing is compiled."""
+
+    def is_compiled(self, samples: Sequence[RunningSample]) -> bool:
+        return True
 
     def make_scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)

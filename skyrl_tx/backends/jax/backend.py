@@ -32,6 +32,7 @@ from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_
 from skyrl_tx.backends.jax.kernel_choice import count_moe_layers, explain_kernels, pad_cached_dims
 from skyrl_tx.backends.jax.memory import get_offload_limit, read_device_memory, read_memory_limit
 from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
+from skyrl_tx.backends.jax.sample.logit_adjustment import list_controls
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.start_plan import StartPlan, plan_start, warm_up
@@ -384,7 +385,7 @@ class JaxBackend(AbstractBackend):
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         fresh = make_training_state(self._model, spec.lora, self._smallest_rank)
-        state = checkpoint.restore(fresh, _as_adapter_snapshot(source), parts)
+        state = checkpoint.restore(fresh, checkpoint.as_adapter_snapshot(source), parts)
         with convert_memory_errors("another model in training"):
             state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
@@ -398,7 +399,7 @@ class JaxBackend(AbstractBackend):
 
     @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        snapshot = _as_adapter_snapshot(source)
+        snapshot = checkpoint.as_adapter_snapshot(source)
         self._scheduler.load(sampler, snapshot.make_adapter(pad_rank(snapshot.rank)))
 
     @override
@@ -470,6 +471,7 @@ class JaxBackend(AbstractBackend):
             max_alt_tokens=config.max_topk_logprobs,
             offers_custom_losses=True,
             offers_target_logprobs=True,
+            sampling_controls=list_controls(is_distributed=devices.is_distributed()),
             fingerprint=self._make_fingerprint(config, all_devices[0]),
             base_model_hash=self._hash_base_model(),
         )
@@ -493,8 +495,3 @@ class JaxBackend(AbstractBackend):
             **({} if self._smallest_rank == SMALLEST_RANK else {"smallest_rank": str(self._smallest_rank)}),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
-
-
-def _as_adapter_snapshot(source: Snapshot) -> checkpoint.AdapterSnapshot:
-    assert isinstance(source, checkpoint.AdapterSnapshot), "the snapshot was made by another backend"
-    return source

@@ -144,3 +144,9 @@ def open_snapshot(directory: Path, format: AdapterFormat, smallest_rank: int = S
         targets=targets,
         parts={part: read_part(part) for part in tensors},
     )
+
+
+def as_adapter_snapshot(source: Snapshot) -> AdapterSnapshot:
+    """Return a snapshot of this backend with its type."""
+    assert isinstance(source, AdapterSnapshot), "the snapshot was made by another backend"
+    return source

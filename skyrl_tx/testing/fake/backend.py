@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.passes import ScratchPass
-from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
+from skyrl_tx.contract.requests import ModelSpec, OptimizerParams, SamplingControls
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.contract.samples import OpenSamples
 from skyrl_tx.testing.fake import bigram, sampling
@@ -37,7 +37,7 @@ class FakeBackend(AbstractBackend):
         self._config = config
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
-        self._open = OpenSamples((config.eos_token_id,))
+        self._open = OpenSamples((config.eos_token_id,), config.vocab_size)
         self._num_steps = 0  # micro-batches so far
         self.is_lost = False
         """Tests set it to simulate a lost device: calls that compute raise RuntimeError."""
@@ -74,6 +74,7 @@ class FakeBackend(AbstractBackend):
             max_topk_logprobs=min(20, config.vocab_size),
             max_alt_tokens=20,
             offers_target_logprobs=True,
+            sampling_controls=frozenset(field.name for field in fields(SamplingControls)),
             fingerprint={"dtype": "float64", "numpy": np.__version__},
             base_model_hash=f"fake-{config.vocab_size}",
         )

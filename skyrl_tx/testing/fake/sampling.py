@@ -27,12 +27,15 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
     # Draw tokens until the sample ends.
     tokens: list[int] = []
     rows: list[Floats] = []
-    for position in range(sample.num_drawn, sample.num_drawn + min(slice_tokens, sample.num_left)):
+    adjuster = sample.adjuster if sample.is_adjusted else None
+    num_steps = 1 if adjuster else min(slice_tokens, sample.num_left)
+    for position in range(sample.num_drawn, sample.num_drawn + num_steps):
         previous = tokens[-1] if tokens else sample.last_token
-        if adapter is None:
+        if adapter is None and adjuster is None:
             rows.append(_base_logprobs(previous, vocab_size, params.temperature))
         else:
             logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
+            logits_V = adjuster.adjust(logits_V) if adjuster else logits_V
             rows.append(scaled_logprobs(logits_V, params.temperature))
         tokens.append(choose(rows[-1], params, draw_uniform(params.seed, sample.index, position)))
         if tokens[-1] in sample.stops:
@@ -73,6 +76,9 @@ def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
     weights = np.exp(logprobs_V)
     if math.isnan(weights[0]):
         return 0  # the model has diverged; its log-probabilities are NaN as well
+    # Min-p.
+    if min_p := params.active_controls.min_p:
+        weights = np.where(weights < min_p * weights.max(), 0.0, weights)
     if params.top_k <= 0 and params.top_p >= 1:
         return _pick(weights, uniform)
 

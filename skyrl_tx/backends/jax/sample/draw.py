@@ -1,4 +1,4 @@
-"""Draw tokens from logits, with log-probabilities: temperature, then top-k, then top-p.
+"""Draw tokens from logits, with log-probabilities: temperature, then min-p, top-k and top-p.
 
 Legend: S rows, N steps, V vocab, K top tokens, Z rows of a tile.
 """
@@ -27,6 +27,7 @@ class DrawParams:
     temperature_S: jax.Array  # float32; 0 is greedy
     top_k_S: jax.Array  # int32; off if <= 0
     top_p_S: jax.Array  # float32; off if >= 1
+    min_p_S: jax.Array  # float32; off if 0
 
 
 @struct.dataclass
@@ -61,7 +62,8 @@ def draw(
     blocks = LogitBlocks.from_logits(logits_SV, params.temperature_S)
 
     key_S2 = make_keys(params.seed_S2, params.index_S, position_S)
-    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, key_S2, blocks.pick(uniform(key_S2)))
+    filters = params.top_k_S, params.top_p_S, params.min_p_S
+    drawn_S = redraw(blocks, *filters, key_S2, blocks.pick(uniform(key_S2)))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
     token_SK, logprob_SK = find_top_k(blocks, logits_SV.shape[1], max_topk, wants_topk)
     return DrawnTokens(token_S, blocks.get_logprob(token_S), token_SK, logprob_SK)

@@ -18,18 +18,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.devices import check_single_host, fetch, is_out_of_memory
+from skyrl_tx.backends.jax.devices import check_single_host, fetch, is_distributed, is_out_of_memory
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
+from skyrl_tx.backends.jax.sample.logit_adjustment import make_adjustment
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, make_block_table, make_draw_params
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_block_table, make_draw_params
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
-from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, group_by_length
+from skyrl_tx.backends.jax.sample.slice_rows import (
+    DispatchedSlice,
+    RowCounts,
+    SlicePart,
+    SliceRows,
+    group_by_length,
+    make_noise,
+)
 from skyrl_tx.backends.jax.shapes import (
     MAX_PROMPTS_TOGETHER,
     PrefillShapes,
@@ -46,12 +54,6 @@ from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache
 from skyrl_tx.layers.kv_cache import MIN_SEGMENT_SIZE
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig, describe_cache, make_empty_cache
-
-MAX_COPIES = 256
-"""The maximum number of pages, and of states, that one call copies.
-
-It is large enough for a full cache in which all samples take a page for the same slice.
-"""
 
 FIRST_ROWS = 8
 """How many first tokens one call draws."""
@@ -93,6 +95,7 @@ class ModelRunner:
         self._platform = next(iter(params.embed.sharding.device_set)).platform
         self.set_params(params)
         self._model = model
+        self.vocab_size = model.vocab_size
         self._config = config
         self.pool = SamplerPool(
             model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots, rank=pool_rank
@@ -109,7 +112,10 @@ class ModelRunner:
         self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
         """The maximum number of prompts that a shard computes at the same time."""
         self._counts = self._make_row_counts()
-        self._inputs = RowInputs(config.decode_slice_tokens)
+        self._inputs, self._adjusted_inputs = (
+            RowInputs(config.decode_slice_tokens),
+            RowInputs(config.decode_slice_tokens),
+        )
         self._last_R = make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the previous slice is read."""
@@ -209,6 +215,8 @@ class ModelRunner:
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
         pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
         logits_1V = programs.compute_first_logits(self._params, pool, np.int32(adapter), last_hidden)
+        if (adjuster := samples[0].adjuster) is not None:  # the first tokens of all samples have the same adjustment
+            logits_1V = programs.adjust_first_logits(logits_1V, make_adjustment({0: adjuster}, 1, self.vocab_size))
         drawn = [
             programs.draw_first(
                 logits_1V,
@@ -225,27 +233,31 @@ class ModelRunner:
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
         """Start up to `num_steps` decode steps of these samples, without waiting for the devices.
 
-        If this runner `runs_ahead`, the tokens of the last slice need not have been read. Raises
-        BackendLost if the cache is lost.
+        If this runner `runs_ahead`, the tokens of the last slice need not have been read. The
+        samples may be adjusted, see `RunningSample.is_adjusted`: then all of them are, all their
+        tokens have been read, and `num_steps` is 1. Raises BackendLost if the cache is lost.
         """
-        groups, cache = [samples], self.cache
+        groups, cache, is_adjusted = [samples], self.cache, samples[0].is_adjusted
+        assert (all(sample.is_adjusted == is_adjusted for sample in samples) and num_steps == 1) or not is_adjusted
         if self._is_single_cpu:
             max_positions = self.memory.num_pages * self.memory.page
             groups = group_by_length(samples, self._counts.all, self._choose_read_length, max_positions)
 
         parts: list[SlicePart] = []
         for group in groups:
-            any_adapter = any(sample.adapter != BASE_SLOT for sample in group)
-            num_rows = len(group)
-            if self._num_shards > 1:  # every shard has as many rows as the fullest shard needs
-                num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
-            count = self._counts.choose(num_rows, any_adapter=any_adapter)
-
-            rows = SliceRows.arrange(
-                group, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
-            )
-            parts.append(self._dispatch_rows(rows, num_steps, max(sample.position for sample in group)))
+            longest = max(sample.position for sample in group)
+            parts.append(self._dispatch_rows(self._arrange(group), num_steps, longest))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))
+
+    def _arrange(self, samples: Sequence[RunningSample]) -> SliceRows:
+        any_adapter = any(sample.adapter != BASE_SLOT for sample in samples)
+        num_rows = len(samples)
+        if self._num_shards > 1:  # every shard has as many rows as the fullest shard needs
+            num_rows = self._num_shards * max(Counter(sample.table.shard for sample in samples).values())
+        count = self._counts.choose(num_rows, any_adapter=any_adapter, is_adjusted=samples[0].is_adjusted)
+        return SliceRows.arrange(
+            samples, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
+        )
 
     def _make_row_counts(self) -> RowCounts:
         if self._is_single_cpu:
@@ -261,13 +273,15 @@ class ModelRunner:
 
         A single CPU device decodes copies of the cache by layer.
         """
-        table, batch = (
-            self._inputs.make_table(rows, self.memory.table_pages),
-            self._inputs.make_batch(rows, from_last=not self._is_single_cpu),
-        )
+        adjusters = rows.get_adjusters()
+        inputs = self._adjusted_inputs if adjusters else self._inputs  # each keeps the constants of its last slice
+        table = inputs.make_table(rows, self.memory.table_pages)
+        batch = inputs.make_batch(rows, from_last=not self._is_single_cpu)
+        if adjusters:
+            batch = replace(batch, adjustment=make_adjustment(adjusters, len(rows.samples), self.vocab_size))
         for row, sample in enumerate(rows.samples):
             if sample is not None:
-                sample.row = row
+                sample.row = -1 if adjusters else row
         with self._detect_loss():
             if self._is_single_cpu:
                 result = self._decode_on_cpu(table, batch, rows, num_steps, longest)
@@ -294,7 +308,7 @@ class ModelRunner:
             params, self._model, pool, past, opened.live, batch, np.int32(num_steps), max_topk=topk
         )
 
-    def _decode_random_rows(self, count: int, any_adapter: bool) -> Any:
+    def _decode_random_rows(self, count: int, any_adapter: bool, is_adjusted: bool) -> Any:
         """Decode random rows and return the results, with leaves [count, ...].
 
         The inputs of a row depend on its index alone, so results with different counts can be
@@ -315,13 +329,18 @@ class ModelRunner:
         batch = self._inputs.make_batch(SliceRows((None,) * count, tuple(adapters)))
         token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
         batch = replace(batch, position_S=position_S, token_S=token_S, num_left_S=num_left_S)
+        if is_adjusted:
+            batch = replace(batch, adjustment=make_adjustment({}, count, self.vocab_size))
         live, _, result = jax.device_get(self._run_decode_steps(pool, opened, batch, max_steps))
         return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
     def _decode_slice(self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int) -> SliceResult:
-        self._wait_for_program(*_make_slice_key(rows))
+        is_adjusted = batch.adjustment is not None
+        self._wait_for_program(*_make_slice_key(rows, is_adjusted=is_adjusted))
         arguments, static = self._make_slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
-        self._cache, self._last_R, result = programs.decode_slice(*arguments, **static)
+        self._cache, last_R, result = programs.decode_slice(*arguments, **static)
+        if not is_adjusted:  # the host reads the tokens of an adjusted slice before the next one
+            self._last_R = last_R
         return result
 
     def _make_slice_arguments(
@@ -393,9 +412,23 @@ class ModelRunner:
         count = self._counts.choose(num_samples, any_adapter=any_adapter)
         return next(SliceRows.iter_shapes(count, BASE_SLOT + any_adapter, merges=self._merges))
 
-    def _make_slice_program(self, rows: SliceRows) -> Program:
+    def is_compiled(self, samples: Sequence[RunningSample]) -> bool:
+        """Return whether the slice of adjusted samples is compiled; if not, compile it in the background.
+
+        Always true where `dispatch` compiles it: on a CPU, and on multiple hosts, which must agree.
+        """
+        if self._compiler is None or is_distributed():
+            return True
+        rows = self._arrange(samples)
+        key = _make_slice_key(rows, is_adjusted=True)
+        self._compiler.queue_needed(key, partial(self._make_slice_program, rows, is_adjusted=True))
+        return key in self._compiler.ready
+
+    def _make_slice_program(self, rows: SliceRows, *, is_adjusted: bool = False) -> Program:
         inputs = RowInputs(self._config.decode_slice_tokens)
         table, batch = inputs.make_table(rows, self.memory.table_pages), inputs.make_batch(rows)
+        if is_adjusted:
+            batch = replace(batch, adjustment=make_adjustment({}, len(rows.samples), self.vocab_size))
         return Program(
             programs.decode_slice, *self._make_slice_arguments(table, batch, 1, any_adapter=rows.any_adapter)
         )
@@ -460,39 +493,7 @@ def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
     return jnp.full(num_rows, programs.ENDED, jnp.int32, device=sharding)
 
 
-def _make_slice_key(rows: SliceRows) -> tuple[Hashable, ...]:
+def _make_slice_key(rows: SliceRows, *, is_adjusted: bool = False) -> tuple[Hashable, ...]:
     """Return the key of a slice's program: everything that its shapes depend on."""
-    return "decode", len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter
-
-
-def make_noise(arrays: Any, *, is_same: bool = False) -> Any:
-    """Return random numbers of standard deviation 1 with the shapes and shardings of `arrays`.
-
-    The numbers depend on the leaf and on the index in it, but not on the number of rows. With
-    `is_same`, all rows have the numbers of the first row. NumPy draws them, because on the device
-    each shape would take about ten programs to compile. The sharding has to match, because JAX
-    compiles a program again for other shardings.
-    """
-    leaves, tree = jax.tree.flatten(arrays)
-
-    def draw_leaf(leaf: jax.Array, seed: int) -> jax.Array:
-        shape = (1, *leaf.shape[1:]) if is_same else leaf.shape
-        uniform = np.random.default_rng(seed).random(shape, np.float32)
-        scaled = ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
-        return jax.device_put(np.broadcast_to(scaled, leaf.shape), leaf.sharding if leaf.committed else None)
-
-    return jax.tree.unflatten(tree, [draw_leaf(leaf, seed) for seed, leaf in enumerate(leaves)])
-
-
-def iter_copy_arguments(
-    pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int, num_shards: int
-) -> Iterator[list[Any]]:
-    """Yield the arguments of each `programs.copy` call, without the cache."""
-    for first in range(0, max(len(pages), len(states)), MAX_COPIES):
-        arguments: list[Any] = []
-        for pairs in (pages[first : first + MAX_COPIES], states[first : first + MAX_COPIES]):
-            pair_RN2, num_R = np.zeros((num_shards, MAX_COPIES, 2), np.int32), np.zeros(num_shards, np.int32)
-            pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
-            num_R[shard] = len(pairs)
-            arguments += [pair_RN2, num_R]
-        yield arguments
+    kind = "adjusted decode" if is_adjusted else "decode"
+    return kind, len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter

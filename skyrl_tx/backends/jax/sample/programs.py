@@ -4,8 +4,8 @@ Legend: S rows, B shards, T tokens of a chunk, M first tokens, N steps of a slic
 K top-k, X stop tokens, R rows of the largest slice.
 
 Shapes depend on the configuration and on the padded size of a chunk. On a single CPU device they
-also depend on the number of rows and on the KV read length. Everything else is data, so it causes
-no compilation.
+also depend on the number of rows and on the KV read length. Slices that change logits have separate
+programs, see `RowBatch.adjustment`. Everything else is data, so it causes no compilation.
 """
 
 from dataclasses import replace
@@ -19,6 +19,7 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax import compiler
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens, DrawParams, draw
+from skyrl_tx.backends.jax.sample.logit_adjustment import LogitAdjustment, adjust_logits
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache, LayerCache
 from skyrl_tx.layers.lora import Adapter, RowSlots
@@ -46,6 +47,7 @@ class RowBatch:
     slots: RowSlots  # of adapters
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
+    adjustment: LogitAdjustment | None = None  # of the logits of the next step
 
 
 @struct.dataclass
@@ -111,6 +113,9 @@ def compute_first_logits(
 ) -> jax.Array:
     """Return the logits [1, V] for a prompt's last hidden state."""
     return models.logits(params, last_1D, take_adapter(pool, adapter))
+
+
+adjust_first_logits = jax.jit(adjust_logits)
 
 
 @partial(jax.jit, static_argnames="max_topk")
@@ -241,6 +246,8 @@ def _run_steps(
             params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.slots
         )
         logits_SV = models.logits(params, hidden_SD, pool, batch.slots)
+        if batch.adjustment is not None:
+            logits_SV = adjust_logits(logits_SV, batch.adjustment)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
 
         given_S = batch.given_SN[:, n]

@@ -7,7 +7,7 @@ than JAX can create arrays.
 Legend: S rows, N steps, M pages of a row.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -22,6 +22,12 @@ from skyrl_tx.layers.cache_state import BlockTable
 from skyrl_tx.layers.lora import RowSlots
 
 MAX_INT32 = 2**31 - 1
+
+MAX_COPIES = 256
+"""The maximum number of pages, and of states, that one call copies.
+
+It is large enough for a full cache in which all samples take a page for the same slice.
+"""
 
 ByRow = Mapping[int, RunningSample]
 """The sample of each row that has one."""
@@ -129,6 +135,7 @@ def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
     seed_S2 = np.zeros((num_rows, 2), np.uint32)
     for row, sample in samples.items():
         seed_S2[row] = split_seed(sample.request.params.seed)
+
     return DrawParams(
         seed_S2=_as_input(seed_S2),
         index_S=_make_column(samples, num_rows, np.uint32, 0, lambda sample: sample.index),
@@ -139,6 +146,9 @@ def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
             samples, num_rows, np.int32, 0, lambda sample: min(sample.request.params.top_k, MAX_INT32)
         ),
         top_p_S=_make_column(samples, num_rows, np.float32, 1.0, lambda sample: sample.request.params.top_p),
+        min_p_S=_make_column(
+            samples, num_rows, np.float32, 0.0, lambda sample: sample.request.params.active_controls.min_p
+        ),
     )
 
 
@@ -148,6 +158,20 @@ def make_block_table(tables: list[BlockTableRow | None], num_pages: int) -> Bloc
     None is a row without a prompt or sample.
     """
     return BlockTable(_PageArray().update(tables, num_pages), _make_states(tables))
+
+
+def iter_copy_arguments(
+    pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int, num_shards: int
+) -> Iterator[list[Any]]:
+    """Yield the arguments of each `programs.copy` call, without the cache."""
+    for first in range(0, max(len(pages), len(states)), MAX_COPIES):
+        arguments: list[Any] = []
+        for pairs in (pages[first : first + MAX_COPIES], states[first : first + MAX_COPIES]):
+            pair_RN2, num_R = np.zeros((num_shards, MAX_COPIES, 2), np.int32), np.zeros(num_shards, np.int32)
+            pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
+            num_R[shard] = len(pairs)
+            arguments += [pair_RN2, num_R]
+        yield arguments
 
 
 def _make_states(tables: Iterable[BlockTableRow | None]) -> Any:

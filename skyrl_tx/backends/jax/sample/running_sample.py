@@ -72,6 +72,14 @@ class RunningSample(OpenSample):
         self.end = self.size + self.max_tokens - 1
 
     @property
+    def is_adjusted(self) -> bool:
+        """Whether the next step changes the logits.
+
+        It depends on the position alone, so a sample takes the same slices again after a preemption.
+        """
+        return self.adjuster is not None and self.adjuster.adjusts(self.position - self.size + 1)
+
+    @property
     def next_token(self) -> int:
         """The token that the next step reads.
 

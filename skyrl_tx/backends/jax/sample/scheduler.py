@@ -33,6 +33,7 @@ from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
+from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 
@@ -70,7 +71,9 @@ class SampleScheduler:
             )
             for n in range(memory.shards)
         ]
-        self._dispatched: DispatchedSlice | None = None  # the slice that was dispatched and not read yet
+        # The slices that were dispatched and not read yet
+        self._dispatched: DispatchedSlice | None = None
+        self._adjusted: DispatchedSlice | None = None  # one step of adjusted samples
 
     def load(self, sampler: SamplerId, adapter: Any) -> None:
         """Copy an adapter of any padded rank to the device, unless it is loaded.
@@ -353,8 +356,15 @@ class SampleScheduler:
             prompt_result = PromptResult(cache_hit_tokens=prefill.num_cached)
         stops = frozenset(request.params.stop_token_ids) | (self._eos if request.params.eos_stops else frozenset())
 
+        vocab_size = self._programs.vocab_size
         samples = [
-            RunningSample(request=request, index=index, adapter=adapter, stops=stops)
+            RunningSample(
+                request=request,
+                index=index,
+                adapter=adapter,
+                stops=stops,
+                adjuster=LogitAdjuster.make(request, stops, vocab_size),
+            )
             for index in range(request.first_index, request.first_index + request.num_samples)
         ]
 
@@ -370,24 +380,57 @@ class SampleScheduler:
     def _decode(self) -> list[SampleDelta]:
         """Dispatch a slice of the running samples and read the previous slice.
 
-        Without async decoding, the new slice is read at once.
+        Without async decoding, the new slice is read at once. Adjusted samples, whose next logits
+        depend on the last token, take one step in a separate slice. It is read before the next
+        round, and the host prepares it while the devices decode the other samples.
         """
-        before, self._dispatched = self._dispatched, None
+        deltas, before = self._read_adjusted(), self._dispatched
+        self._dispatched = None
         samples = [sample for sample in self._iter_running() if sample.position < sample.end]
+        adjusted = [sample for sample in samples if sample.is_adjusted]
+        if adjusted:
+            samples = [sample for sample in samples if not sample.is_adjusted]
         if samples:
             num_steps = min(self._slice_tokens, max(sample.end - sample.position for sample in samples))
-            after = self._programs.dispatch(samples, num_steps)
-            for sample in samples:
-                sample.position = sample.length_after(num_steps)
-            self._dispatched = after
+            self._dispatched = self._dispatch(samples, num_steps)
+        if adjusted:
+            deltas += self._decode_adjusted(adjusted, is_alone=not samples)
 
-        deltas = [] if before is None else self._make_deltas(before)
+        deltas += [] if before is None else self._make_deltas(before)
         return deltas if self._programs.runs_ahead else deltas + self._read_slice()
 
+    def _decode_adjusted(self, samples: list[RunningSample], *, is_alone: bool) -> list[SampleDelta]:
+        """Dispatch a step of adjusted samples. If no other sample decodes, take the steps of a slice.
+
+        While their program is being compiled, only the other samples decode.
+        """
+        if not is_alone and not self._programs.is_compiled(samples):
+            return []
+        deltas: list[SampleDelta] = []
+        for _ in range(self._slice_tokens if is_alone else 1):
+            deltas += self._read_adjusted()
+            samples = [sample for sample in samples if sample.stop_reason is None and sample.is_adjusted]
+            if not samples:
+                break
+            self._adjusted = self._dispatch(samples, 1)
+        return deltas
+
+    def _dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
+        dispatched = self._programs.dispatch(samples, num_steps)
+        for sample in samples:
+            sample.position = sample.length_after(num_steps)
+        return dispatched
+
     def _read_slice(self) -> list[SampleDelta]:
-        """Read the dispatched slice, if there is one."""
+        """Read the dispatched slices, if there are any."""
         dispatched, self._dispatched = self._dispatched, None
-        return [] if dispatched is None else self._make_deltas(dispatched)
+        deltas = [] if dispatched is None else self._make_deltas(dispatched)
+        return deltas + self._read_adjusted()
+
+    def _read_adjusted(self) -> list[SampleDelta]:
+        """Read the dispatched step of adjusted samples, if there is one."""
+        adjusted, self._adjusted = self._adjusted, None
+        return [] if adjusted is None else self._make_deltas(adjusted)
 
     def _make_deltas(self, dispatched: DispatchedSlice) -> list[SampleDelta]:
         """Wait for a slice and remove the samples that have ended."""

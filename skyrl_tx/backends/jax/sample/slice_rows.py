@@ -26,6 +26,7 @@ from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
+from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.results import TopK
 
 PAIR_ROWS = 2
@@ -52,18 +53,19 @@ log = logging.getLogger(__name__)
 class RowCounts:
     """The row counts that slices may have. The largest is always in use."""
 
-    def __init__(self, counts: Sequence[int], decode_rows: Callable[[int, bool], Any] | None = None) -> None:
+    def __init__(self, counts: Sequence[int], decode_rows: Callable[[int, bool, bool], Any] | None = None) -> None:
         """Create the counts, which must be ascending.
 
-        `decode_rows(count, any_adapter)` returns the results of a decode slice of `count` rows,
-        with or without adapters. Without this function, all counts are in use.
+        `decode_rows(count, any_adapter, is_adjusted)` returns the results of a decode slice of
+        `count` rows, with or without adapters, and with or without changed logits. Without this
+        function, all counts are in use.
         """
         self.all = counts
         self._decode_rows = decode_rows
-        self._agrees: dict[tuple[int, bool], bool] = {}
+        self._agrees: dict[tuple[int, bool, bool], bool] = {}
 
     @classmethod
-    def for_single_cpu(cls, num_slots: int, decode_rows: Callable[[int, bool], Any]) -> Self:
+    def for_single_cpu(cls, num_slots: int, decode_rows: Callable[[int, bool, bool], Any]) -> Self:
         """Return the counts for up to `num_slots` samples on a single CPU device; see `__init__`."""
         largest = max(next_power_of_two(num_slots), MIN_ROWS)
         few = [] if largest == MIN_ROWS else [PAIR_ROWS]  # for up to eight slots, one program is fast enough
@@ -80,25 +82,45 @@ class RowCounts:
         counts = itertools.takewhile(lambda count: count < num_slots, few)
         return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 
-    def choose(self, num_samples: int, *, any_adapter: bool) -> int:
+    def choose(self, num_samples: int, *, any_adapter: bool, is_adjusted: bool = False) -> int:
         """Return the smallest count in use that has a row for each sample."""
-        return next(count for count in self.all if count >= num_samples and self.is_used(count, any_adapter))
+        counts = (count for count in self.all if count >= num_samples)
+        return next(count for count in counts if self.is_used(count, any_adapter, is_adjusted))
 
-    def is_used(self, count: int, any_adapter: bool) -> bool:
+    def is_used(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
         """Return whether rows have the same bits with `count` rows as with the largest count.
 
         The first call for a count compares them.
         """
         if count == self.all[-1] or self._decode_rows is None:
             return True
-        key = count, any_adapter
+        key = count, any_adapter, is_adjusted
         if key not in self._agrees:
-            mine, largest = (self._decode_rows(rows, any_adapter) for rows in (count, self.all[-1]))
+            mine, largest = (self._decode_rows(rows, any_adapter, is_adjusted) for rows in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
             self._agrees[key] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
             if not self._agrees[key]:
                 log.warning("decode slices of %d rows are disabled: they round differently from larger slices", count)
         return self._agrees[key]
+
+
+def make_noise(arrays: Any, *, is_same: bool = False) -> Any:
+    """Return random numbers of standard deviation 1 with the shapes and shardings of `arrays`.
+
+    The numbers depend on the leaf and on the index in it, but not on the number of rows. With
+    `is_same`, all rows have the numbers of the first row. NumPy draws them, because on the device
+    each shape would take about ten programs to compile. The sharding has to match, because JAX
+    compiles a program again for other shardings.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def draw_leaf(leaf: jax.Array, seed: int) -> jax.Array:
+        shape = (1, *leaf.shape[1:]) if is_same else leaf.shape
+        uniform = np.random.default_rng(seed).random(shape, np.float32)
+        scaled = ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
+        return jax.device_put(np.broadcast_to(scaled, leaf.shape), leaf.sharding if leaf.committed else None)
+
+    return jax.tree.unflatten(tree, [draw_leaf(leaf, seed) for seed, leaf in enumerate(leaves)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +204,12 @@ class SliceRows:
     def any_adapter(self) -> bool:
         """Whether any row has an adapter."""
         return any(adapter != BASE_SLOT for adapter in self.adapters)
+
+    def get_adjusters(self) -> dict[int, LogitAdjuster]:
+        """Return the adjuster of each row whose next logits change."""
+        samples = enumerate(self.samples)
+        adjusted = ((row, sample.adjuster) for row, sample in samples if sample is not None and sample.is_adjusted)
+        return {row: adjuster for row, adjuster in adjusted if adjuster is not None}
 
     def get_samples_by_row(self) -> dict[int, RunningSample]:
         """Return the sample of each row that has one."""

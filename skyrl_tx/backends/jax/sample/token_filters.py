@@ -1,11 +1,12 @@
-"""Sampling filters: top-k, then top-p of the remaining tokens, by rejection sampling.
+"""Sampling filters: min-p, then top-k, then top-p of the remaining tokens, by rejection sampling.
 
 Legend: S rows, Z rows of a tile, N blocks of the vocabulary, J tokens of a block, K best tokens.
 
 Tokens are sorted by descending logit, and equal logits by ascending id. A filter keeps the tokens
-up to a position in this order. Top-k keeps the first k tokens. Top-p (Holtzman et al. 2020,
-arXiv:1904.09751) keeps the tokens that have less than top_p of the total weight before them, and
-always keeps the first token.
+up to a position in this order. Min-p keeps the tokens that are at least min_p times as likely as
+the first token. Top-k keeps the first k tokens. Top-p (Holtzman et al. 2020,
+arXiv:1904.09751) keeps the tokens that have less than top_p of the remaining weight before them,
+and always keeps the first token.
 
 Top-p does not search for the position where it ends. Instead, it draws a token and computes the
 weight before it. If this weight is small enough, the token is accepted. Otherwise no later token is
@@ -71,7 +72,12 @@ class _RejectionState:
 
 
 def redraw(
-    blocks: LogitBlocks, top_k_S: jax.Array, top_p_S: jax.Array, key_S2: jax.Array, token_S: jax.Array
+    blocks: LogitBlocks,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    min_p_S: jax.Array,
+    key_S2: jax.Array,
+    token_S: jax.Array,
 ) -> jax.Array:
     """Return each row's token if its filters keep it, else a token that a later round draws.
 
@@ -79,7 +85,7 @@ def redraw(
     (by its key) and is processed independently, so the result is batch-invariant.
     """
     num_rows = token_S.shape[0]
-    arguments = blocks, top_k_S, top_p_S, key_S2, token_S
+    arguments = blocks, top_k_S, top_p_S, min_p_S, key_S2, token_S
     if num_rows <= MAX_UNTILED_ROWS:
         return redraw_in_tiles(num_rows, *arguments)
     redrawn: jax.Array = jax.lax.platform_dependent(
@@ -89,15 +95,22 @@ def redraw(
 
 
 def redraw_in_tiles(
-    size: int, blocks: LogitBlocks, top_k_S: jax.Array, top_p_S: jax.Array, key_S2: jax.Array, token_S: jax.Array
+    size: int,
+    blocks: LogitBlocks,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    min_p_S: jax.Array,
+    key_S2: jax.Array,
+    token_S: jax.Array,
 ) -> jax.Array:
     """Do the same as `redraw`, with tiles of `size` rows."""
     sampled_S = blocks.temperature_S > 0
     cuts_S = sampled_S & (top_k_S > 0) & (top_k_S < blocks.token_NJ.size)
     few_S, many_S = cuts_S & (top_k_S <= SMALL_TOP_K[-1]), cuts_S & (top_k_S > SMALL_TOP_K[-1])
-    token_S = _filter_small_top_k(size, blocks, few_S, top_k_S, top_p_S, key_S2, token_S)
-    end, total_S = _find_large_top_k_ends(size, blocks, many_S, top_k_S)
-    requested_S = many_S | (sampled_S & ~cuts_S & (top_p_S < 1.0))
+    token_S = _filter_small_top_k(size, blocks, few_S, top_k_S, top_p_S, min_p_S, key_S2, token_S)
+    min_S = sampled_S & ~few_S & (min_p_S > 0)
+    end, total_S = _apply_min_p(size, blocks, min_S, min_p_S, _find_large_top_k_ends(size, blocks, many_S, top_k_S))
+    requested_S = many_S | min_S | (sampled_S & ~cuts_S & (top_p_S < 1.0))
     return _draw_in_rounds(size, blocks, requested_S, end, _limit_weight(top_p_S, total_S), key_S2, token_S)
 
 
@@ -107,6 +120,7 @@ def _filter_small_top_k(
     requested_S: jax.Array,
     top_k_S: jax.Array,
     top_p_S: jax.Array,
+    min_p_S: jax.Array,
     key_S2: jax.Array,
     token_S: jax.Array,
 ) -> jax.Array:
@@ -126,9 +140,10 @@ def _filter_small_top_k(
         empty_SK = jnp.zeros((token_S.shape[0], SMALL_TOP_K[-1]), jnp.int32)
         token_SK = _apply_in_tiles(size, requested_S, find_best_in_tile, empty_SK)
 
-        # Apply top-k, then top-p, to the weights.
+        # Apply min-p and top-k, then top-p, to the weights.
         weight_SK = jnp.exp(scale_logits(blocks.get_logits(token_SK), blocks.highest_S, blocks.temperature_S))
-        weight_SK = jnp.where(jnp.arange(SMALL_TOP_K[-1]) < top_k_S[:, None], weight_SK, 0.0)
+        is_in_SK = (jnp.arange(SMALL_TOP_K[-1]) < top_k_S[:, None]) & ~(weight_SK < min_p_S[:, None])
+        weight_SK = jnp.where(is_in_SK, weight_SK, 0.0)
         until_SK = cumsum(weight_SK)
         before_SK = jnp.pad(until_SK[:, :-1], ((0, 0), (1, 0)))
         weight_SK = jnp.where(before_SK < _limit_weight(top_p_S, until_SK[:, -1])[:, None], weight_SK, 0.0)
@@ -207,6 +222,28 @@ def _find_large_top_k_ends(
 
     last = SortPosition(jnp.full(S, -jnp.inf), jnp.full(S, NO_TOKEN))
     return _apply_in_tiles(size, requested_S, find_ends_in_tile, (last, blocks.total_S))
+
+
+def _apply_min_p(
+    size: int, blocks: LogitBlocks, requested_S: jax.Array, min_p_S: jax.Array, ends: tuple[SortPosition, jax.Array]
+) -> tuple[SortPosition, jax.Array]:
+    """Move the ends of requesting rows before the tokens that min-p removes.
+
+    Takes and returns the positions and the weights before them.
+    """
+
+    def move_ends_in_tile(row_Z: RowIndices, ends: tuple[SortPosition, jax.Array]) -> tuple[SortPosition, jax.Array]:
+        rows, (end, _) = blocks.select_rows(row_Z), _take_rows(ends, row_Z)
+        lowest_Z = rows.highest_S + rows.temperature_S * jnp.log(_take_rows(min_p_S, row_Z))
+        is_earlier_Z = lowest_Z > end.logit_S
+        end = SortPosition(
+            jnp.where(is_earlier_Z, lowest_Z, end.logit_S), jnp.where(is_earlier_Z, NO_TOKEN, end.token_S)
+        )
+        new_ends, is_requested_Z = (end, sum_last_dim(rows.sum_before(end))), _take_rows(requested_S, row_Z)
+        kept = jax.tree.map(lambda new, old: jnp.where(is_requested_Z, new, old), new_ends, _take_rows(ends, row_Z))
+        return _put_rows(ends, row_Z, kept)
+
+    return _apply_in_tiles(size, requested_S, move_ends_in_tile, ends)
 
 
 def _find_top_k_end(rows: LogitBlocks, top_k_S: jax.Array) -> SortPosition:

@@ -34,6 +34,7 @@ def params(rows: int = ROWS, *, temperature=1.0, top_k=0, top_p=1.0, seed=7) -> 
         temperature_S=fill(temperature, np.float32),
         top_k_S=fill(top_k, np.int32),
         top_p_S=fill(top_p, np.float32),
+        min_p_S=fill(0.0, np.float32),
     )
 
 

@@ -20,7 +20,7 @@ def samples(*adapters: int, sizes: Sequence[int] = (4,)) -> list[RunningSample]:
     return found
 
 
-def equal_bits(count: int, any_adapter: bool) -> np.ndarray:
+def equal_bits(count: int, any_adapter: bool, is_adjusted: bool) -> np.ndarray:
     return np.arange(count)
 
 
@@ -52,7 +52,7 @@ def test_the_least_count_that_holds_the_samples_is_used():
 def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
     tried = list[tuple[int, bool]]()
 
-    def bits(count: int, any_adapter: bool) -> list[np.ndarray]:
+    def bits(count: int, any_adapter: bool, is_adjusted: bool) -> list[np.ndarray]:
         tried.append((count, any_adapter))
         return [np.arange(count), np.zeros(count) + (count == 8 and any_adapter)]
 

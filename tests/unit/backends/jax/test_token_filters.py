@@ -1,4 +1,4 @@
-"""Top-k and top-p keep exactly the tokens of their definition, with their weights, in any batch."""
+"""Min-p, top-k and top-p keep exactly the tokens of their definition, with their weights, in any batch."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -55,10 +55,11 @@ def with_infinities() -> np.ndarray:
     return np.where(np.arange(VOCAB) % 3 == 0, -np.inf, flat()).astype(np.float32)
 
 
-def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
+def keeps(logits: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> NDArray[np.bool_]:
     """Return the tokens that the definition keeps, computed directly in float64."""
     order = np.argsort(-logits, kind="stable")
     weight = np.exp(logits[order].astype(np.float64) - logits.max())
+    weight[weight < min_p] = 0
     if top_k > 0:
         weight[top_k:] = 0
     before = np.cumsum(weight) - weight
@@ -67,21 +68,25 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
     return kept
 
 
-@partial(fast_jit, static_argnums=4)
-def apply_filters(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array, size: int) -> jax.Array:
+@partial(fast_jit, static_argnums=3)
+def apply_filters(
+    logits_V: jax.Array, token_S: jax.Array, filters: tuple[jax.Array, jax.Array, jax.Array], size: int
+) -> jax.Array:
     """Apply the filters to tokens drawn from the unfiltered distribution, `size` rows at a time."""
     S = token_S.size
     key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
     blocks = LogitBlocks.from_logits(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
-    return redraw_in_tiles(size, blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), key_S2, token_S)
+    return redraw_in_tiles(size, blocks, *(jnp.broadcast_to(value, S) for value in filters), key_S2, token_S)
 
 
-def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size: int = TILE) -> None:
+def check(
+    logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size: int = TILE, min_p: float = 0.0
+) -> None:
     """Check that each kept token stays and that each other token is replaced by a kept one."""
-    kept = keeps(logits, top_k, top_p)
-    became = np.asarray(apply_filters(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p), size))
-    assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p)
-    assert kept[became].all(), (top_k, top_p)
+    kept, filters = keeps(logits, top_k, top_p, min_p), (np.int32(top_k), np.float32(top_p), np.float32(min_p))
+    became = np.asarray(apply_filters(logits, tokens.astype(np.int32), filters, size))
+    assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p, min_p)
+    assert kept[became].all(), (top_k, top_p, min_p)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,9 @@ def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row, size):
     asked = [(k, p) for k in TOP_KS for p in (0.5, 1.0)] + [(k, p) for k in (0, 20, 260) for p in TOP_PS]
     for top_k, top_p in asked:
         check(logits, drawable, top_k, top_p, size)
+    for min_p in (0.01, 0.3, 0.9, 1.0):
+        for top_k, top_p in ((0, 1.0), (0, 0.5), (20, 1.0), (20, 0.6), (260, 1.0), (260, 0.6)):
+            check(logits, drawable, top_k, top_p, size, min_p)
 
 
 @pytest.mark.parametrize("vocab", [pytest.param(5000, marks=pytest.mark.slow), 20_000])
@@ -115,13 +123,14 @@ def test_filters_are_exact_over_many_blocks(vocab):
             check(logits.astype(np.float32), near, top_k, top_p)
 
 
-def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> drawing.DrawParams:
+def params(top_k: int | np.ndarray, top_p: float | np.ndarray, min_p: float | np.ndarray = 0.0) -> drawing.DrawParams:
     return drawing.DrawParams(
         seed_S2=np.full((ROWS, 2), 11, np.uint32),
         index_S=np.arange(ROWS, dtype=np.uint32),
         temperature_S=np.ones(ROWS, np.float32),
         top_k_S=np.broadcast_to(top_k, ROWS).astype(np.int32),
         top_p_S=np.broadcast_to(top_p, ROWS).astype(np.float32),
+        min_p_S=np.broadcast_to(min_p, ROWS).astype(np.float32),
     )
 
 
@@ -134,10 +143,10 @@ def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawi
 
 
 @cache
-def draw_tokens(row: Callable[[], np.ndarray], top_k: int, top_p: float) -> NDArray[np.int64]:
+def draw_tokens(row: Callable[[], np.ndarray], top_k: int, top_p: float, min_p: float = 0.0) -> NDArray[np.int64]:
     """Return the tokens of eight positions."""
     logits = np.tile(row(), (ROWS, 1))
-    return np.concatenate([draw(logits, params(top_k, top_p), position).tokens for position in range(8)])
+    return np.concatenate([draw(logits, params(top_k, top_p, min_p), position).tokens for position in range(8)])
 
 
 def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
@@ -156,12 +165,17 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
 
 @pytest.mark.parametrize("row", [flat, *(pytest.param(row, marks=pytest.mark.slow) for row in (peaked, tied))])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 0.95), (0, 0.2), (5, 1.0), (20, 0.95), (50, 0.5), (200, 0.9), (270, 1.0), (270, 0.7)]
+    ("top_k", "top_p", "min_p"),
+    [
+        *((0, 0.95, 0.0), (0, 0.2, 0.0), (5, 1.0, 0.0), (20, 0.95, 0.0)),
+        *((50, 0.5, 0.0), (200, 0.9, 0.0), (270, 1.0, 0.0), (270, 0.7, 0.0)),
+        *((0, 1.0, 0.1), (0, 0.9, 0.1), (50, 0.9, 0.2), (270, 0.9, 0.05)),
+    ],
 )
-def test_filtered_tokens_follow_their_weights(row, top_k, top_p):
+def test_filtered_tokens_follow_their_weights(row, top_k, top_p, min_p):
     logits = row()
-    drawn, plain = draw_tokens(row, top_k, top_p), draw_tokens(row, 0, 1.0)
-    kept = keeps(logits, top_k, top_p)
+    drawn, plain = draw_tokens(row, top_k, top_p, min_p), draw_tokens(row, 0, 1.0)
+    kept = keeps(logits, top_k, top_p, min_p)
     weight = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
     assert kept[drawn].all()
     assert (drawn == plain)[kept[plain]].all(), "a kept token is not drawn again"
@@ -172,19 +186,23 @@ def test_filtered_tokens_follow_their_weights(row, top_k, top_p):
             assert abs(deviation(again, weight / weight.sum())) < SIGMAS
 
 
-KINDS = [(0, 1.0), (0, 0.9), (0, 0.1), (20, 1.0), (20, 0.9), (60, 0.9), (270, 1.0), (270, 0.6), (1, 0.5)]
+KINDS = [
+    *((0, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.1, 0.0), (20, 1.0, 0.0), (20, 0.9, 0.0)),
+    *((60, 0.9, 0.0), (270, 1.0, 0.0), (270, 0.6, 0.0), (1, 0.5, 0.0)),
+    *((0, 1.0, 0.2), (0, 0.8, 0.1), (20, 0.9, 0.1), (270, 0.9, 0.02)),
+]
 
 
-def all_kinds() -> tuple[np.ndarray, np.ndarray]:
-    top_k, top_p = np.resize(KINDS, (ROWS, 2)).T
-    return top_k.astype(np.int32), top_p.astype(np.float32)
+def all_kinds() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    top_k, top_p, min_p = np.resize(KINDS, (ROWS, 3)).T
+    return top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
 
 
 def test_batch_invariance():
     """A row is the same at another index, among rows without filters, and among rows of NaN."""
     logits = np.stack([(1 + row % 5) * np.roll(flat(), row) for row in range(ROWS)])
-    (top_k, top_p), back = all_kinds(), np.arange(ROWS)[::-1]
-    how = params(top_k, top_p)
+    (top_k, top_p, min_p), back = all_kinds(), np.arange(ROWS)[::-1]
+    how = params(top_k, top_p, min_p)
     together = draw(logits, how, 0)
     turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), 0)
 
@@ -193,7 +211,8 @@ def test_batch_invariance():
 
     for turn in range(3):
         mine = np.random.default_rng(turn).random(ROWS) < 0.1
-        among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), 0)
+        filters = np.where(mine, top_k, 0), np.where(mine, top_p, 1.0), np.where(mine, min_p, 0.0)
+        among_plain = draw(logits, params(*filters), 0)
         non_finite = draw(np.where(mine[:, None], logits, np.float32(np.nan)), how, 0)
         for other in (among_plain, non_finite):
             assert other.tokens[mine].tolist() == together.tokens[mine].tolist()
@@ -203,8 +222,7 @@ def test_batch_invariance():
 def test_rows_have_the_same_bits_in_programs_of_other_sizes():
     """Few rows are processed at once, many rows in tiles."""
     logits = np.random.default_rng(4).standard_normal((64, 20_000)).astype(np.float32)
-    top_k, top_p = np.resize(KINDS, (64, 2)).T
-    how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))
+    how = jax.tree.map(lambda leaf: leaf[:64], params(*np.resize(KINDS, (ROWS, 3)).T))
 
     def first(rows: int, position: int) -> drawing.DrawnTokens:
         own = jax.tree.map(lambda leaf: leaf[:rows], how)
