@@ -17,7 +17,10 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Backends": ("contract.backend", "contract.capabilities", "contract.errors", "contract.meters"),
     "Inputs and results": ("contract.batches", "contract.results", "contract.requests", "contract.ids"),
     "Losses": ("contract.losses", "contract.loss_reference", "contract.custom_loss"),
-    "Helpers for backends": ("contract.passes", "contract.samples", "contract.state_files", "contract.arrays"),
+    "Helpers for backends": (
+        *("contract.passes", "contract.samples", "contract.logit_adjuster", "contract.constraints"),
+        *("contract.state_files", "contract.arrays"),
+    ),
     "Samplers": ("contract.sampler",),
     "Tests": ("testing.backend_suite", "testing.loss_checks", "testing.backend_driver", "testing.tiny_models"),
 }

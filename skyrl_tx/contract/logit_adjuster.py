@@ -15,7 +15,7 @@ MAX_COUNT = 2**16 - 1
 
 
 class LogitAdjuster:
-    """The tokens of one sample so far, as far as the change of the next logits depends on them."""
+    """Changes the next logits of one sample. It records the tokens that the changes depend on."""
 
     def __init__(self, request: SampleRequest, stops: frozenset[int], vocab_size: int) -> None:
         """Start after the prompt. The tokens of `stops` end the sample."""

@@ -105,7 +105,7 @@ def compute_logits(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarr
 
 
 def check_sequence(tiny: TinyModel, request: SampleRequest, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-    """Compare log-probabilities, and the tokens of greedy samples, with those of changed logits."""
+    """Compare log-probabilities, and the tokens of greedy samples, with the changed logits."""
     controls, temperature = request.params.controls, request.params.temperature
     assert isinstance(controls, SamplingControls)
     for index, logits_V in enumerate(compute_logits(tiny, request, tokens)):
@@ -171,6 +171,7 @@ def test_samples_follow_the_changed_distribution(tiny: TinyModel, temperature: f
         )
         for n, (name, controls) in enumerate(CONTROLS.items())
     ]
+
     plain = make_request("plain", make_prompt(9), max_tokens=14, temperature=temperature)
     results = run(scheduler, *requests, plain)
     for request in requests:
@@ -220,7 +221,7 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny: TinyModel, mo
 
 
 def test_running_ahead_changes_no_sample(tiny: TinyModel) -> None:
-    """Slices of adjusted samples run between the slices of other samples, which are dispatched ahead."""
+    """Slices of adjusted samples run between plain slices, which are dispatched ahead."""
     requests = [
         make_adjusted("all", make_prompt(9), CONTROLS["all"], max_tokens=30),
         make_adjusted("early", make_prompt(20), {"min_tokens": 6}, max_tokens=40, samples=2),
@@ -234,7 +235,7 @@ def test_running_ahead_changes_no_sample(tiny: TinyModel) -> None:
 
 
 def test_a_sample_is_adjusted_only_until_min_tokens(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adjusted samples take single steps, and share a slice with others afterwards."""
+    """Until then a sample takes single steps, and afterwards it shares a slice with plain samples."""
     scheduler, slices = start(tiny), list[tuple[list[str], int]]()
     dispatch: Callable[..., Any] = scheduler._programs.dispatch
 
