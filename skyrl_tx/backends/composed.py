@@ -185,6 +185,7 @@ class ComposedBackend(AbstractBackend):
     is_compiling: Any = _make_trainer_method("is_compiling")
     fingerprint_changes: Any = _make_trainer_method("fingerprint_changes")
     text_of: Any = _make_trainer_method("text_of")
+    make_tokenizer_reader: Any = _make_trainer_method("make_tokenizer_reader")
 
     @override
     def meters(self) -> Meters:

@@ -352,6 +352,14 @@ class AbstractBackend(SamplingBackend):
         """
         raise UserError("stop: this backend has no tokenizer, so stop strings cannot be found; pass token ids")
 
+    def make_tokenizer_reader(self) -> Callable[[], str]:
+        """Return a function that returns the tokenizer as the text of a `tokenizer.json`.
+
+        The engine calls it on another thread, for samples with a constraint. Both raise UserError
+        without a tokenizer.
+        """
+        raise UserError("response_format: this backend has no tokenizer, so samples cannot be constrained")
+
 
 class BlockingBackend(AbstractBackend):
     """Base class of backends that compute a whole batch in one call.

@@ -382,6 +382,7 @@ class StatusPublisher:
             "custom_losses": capabilities.offers_custom_losses,
             "eos_token_ids": list(capabilities.eos_token_ids),
             "max_topk_logprobs": capabilities.max_topk_logprobs,
+            "sampling_controls": sorted(capabilities.sampling_controls),
             "fingerprint": dict(capabilities.fingerprint),
             "base_model_hash": capabilities.base_model_hash,
         }

@@ -14,6 +14,7 @@ from msgspec import UnsetType
 from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.constraints import MakeConstraint
 from skyrl_tx.contract.custom_loss import (
     CUSTOM,
     LOGPROBS,
@@ -142,7 +143,11 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
 
 
 def make_sample_request(
-    request_id: RequestId, request: Sample, capabilities: Capabilities, cache_scope: str = ""
+    request_id: RequestId,
+    request: Sample,
+    capabilities: Capabilities,
+    cache_scope: str = "",
+    make_constraint: MakeConstraint | None = None,
 ) -> SampleRequest:
     """Convert a valid sample request.
 
@@ -159,6 +164,7 @@ def make_sample_request(
         params=replace(request.params, max_tokens=max_tokens),
         options=request.options,
         cache_scope=cache_scope,
+        make_constraint=make_constraint,
     )
 
 

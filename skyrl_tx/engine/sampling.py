@@ -17,9 +17,11 @@ from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.backend_checks import check_deltas
+from skyrl_tx.engine.constraints import Constraints
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import SlotsBusy
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.running_request import RunningRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
 from skyrl_tx.process.failpoints import failpoint
@@ -34,50 +36,14 @@ So a free slot is filled at once.
 """
 
 
-class _Running:
-    """A running request. Its first `num_started` samples have been given to the backend."""
-
-    def __init__(self, queued: QueuedRequest, assembler: SampleAssembler) -> None:
-        self.queued = queued
-        self.assembler = assembler
-        self.num_started = 0
-        self.clock_s = 0.0  # device time of its samples: the clock at their ends minus the clock at their starts
-        self.first_token_at = 0.0
-        self.num_streamed = Counter[int]()  # tokens that were streamed, by sample index
-        request = assembler.request
-        self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
-
-    @property
-    def num_left(self) -> int:
-        """Number of samples that have not started."""
-        return self.assembler.request.num_samples - self.num_started
-
-    @property
-    def num_open(self) -> int:
-        """Number of samples that have started but not ended."""
-        return self.assembler.num_open - self.num_left
-
-    def take_partial(self, delta: SampleDelta) -> completions.Partial:
-        """Return the new tokens of a streamed sample, for clients."""
-        start = self.num_streamed[delta.index]
-        self.num_streamed[delta.index] += delta.tokens.size
-        return completions.Partial(
-            request_id=delta.request_id,
-            sample_index=delta.index,
-            start=start,
-            tokens=delta.tokens,
-            logprobs=delta.logprobs,
-            topk=delta.topk,
-        )
-
-
 class SamplingExecutor:
     """The waiting and running sample requests of this engine."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._queue = SampleQueue(context.admission)
-        self._running: dict[RequestId, _Running] = {}
+        self._constraints = Constraints(context.backend, context.capabilities, context.store)
+        self._running: dict[RequestId, RunningRequest] = {}
         self._isolated: set[RequestId] = set()  # requests of a failed decode slice: each runs alone
         self._num_running_tokens = 0
 
@@ -212,6 +178,7 @@ class SamplingExecutor:
         """
         request_ids = list(self._running)
         self._drop_all()
+        self._constraints.close()
         self._context.attempts.undo(request_ids)
 
     def _list_requests(self) -> list[QueuedRequest]:
@@ -283,6 +250,8 @@ class SamplingExecutor:
             # The first sample of a request needs its sampler on the device.
             running = self._running.get(queued.request_id)
             if running is None:
+                if not self._is_constraint_ready(queued):
+                    continue
                 sampler = get_sample(queued).sampler
                 if sampler is not None and not self._context.samplers.acquire(sampler, queued.session_id):
                     self._queue.block(queued)
@@ -313,17 +282,35 @@ class SamplingExecutor:
         capabilities = self._context.capabilities
         return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
 
-    def _start_request(self, queued: QueuedRequest) -> _Running:
+    def _is_constraint_ready(self, queued: QueuedRequest) -> bool:
+        """Whether the constraint of a head is compiled. If not, block its queue, or fail the request."""
+        try:
+            if self._constraints.prepare(queued.request_id, get_sample(queued).params):
+                return True
+        except UserError as error:
+            self._remove({queued.request_id})
+            self._context.fail(queued, error)
+        else:
+            self._queue.block(queued)
+        return False
+
+    def _start_request(self, queued: QueuedRequest) -> RunningRequest:
         """Make the head of a queue a running request. None of its samples is in the backend yet."""
         self._queue.record_start(queued)
         cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner
         request = prepare.make_sample_request(
-            queued.request_id, get_sample(queued), self._context.capabilities, cache_scope
+            queued.request_id,
+            get_sample(queued),
+            self._context.capabilities,
+            cache_scope,
+            self._constraints.get(queued.request_id),
         )
+
+        # Count its tokens and memory.
         if self._context.admission.is_counting_usage:
             num_tokens = request.prompt.size + request.num_samples * (request.params.max_tokens or 0)
             self._context.admission.record_start(queued, num_tokens)
-        running = _Running(queued, SampleAssembler(request, self._context.backend.text_of))
+        running = RunningRequest(queued, SampleAssembler(request, self._context.backend.text_of))
         self._running[queued.request_id] = running
         self.num_bytes -= queued.num_bytes
         self._num_running_tokens += running.num_tokens
@@ -350,7 +337,7 @@ class SamplingExecutor:
             except Exception as error:
                 self._finish(running, error)
 
-    def _count_live(self, running: _Running, num_new: int) -> None:
+    def _count_live(self, running: RunningRequest, num_new: int) -> None:
         """Count samples that start in the backend, or that end if the number is negative."""
         self._num_live += num_new
         running.clock_s -= num_new * self._clock_s
@@ -365,7 +352,7 @@ class SamplingExecutor:
         self._put_back(failed)
         self._isolated.update(running.queued.request_id for running in failed)
 
-    def _put_back(self, stopped: list[_Running]) -> None:
+    def _put_back(self, stopped: list[RunningRequest]) -> None:
         """Let running requests wait again, at the heads of their queues."""
         for running in stopped:
             self._drop(running)
@@ -408,14 +395,17 @@ class SamplingExecutor:
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
-    def _finish(self, running: _Running, error: Exception | None = None) -> None:
+    def _finish(self, running: RunningRequest, error: Exception | None = None) -> None:
         """Commit a request's output or its failure."""
         queued, request = running.queued, get_sample(running.queued)
+        constraint = self._constraints.get(queued.request_id)
         self._drop(running)
         self._forget(queued)
         try:
             if error is not None:
                 raise error
+            if constraint is not None:
+                constraint.raise_error()
             output = running.assembler.build_output()
         except Exception as failure:
             self._context.fail(queued, failure)
@@ -445,7 +435,7 @@ class SamplingExecutor:
         observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
         self._context.request_log.commit(queued, output, rows, observed=observed)
 
-    def _count_drawn(self, running: _Running) -> ObserverRows | None:
+    def _count_drawn(self, running: RunningRequest) -> ObserverRows | None:
         """Count the tokens of a request that ends, and return the rows about them."""
         queued, drawn = running.queued, running.assembler.count_tokens()
         self._context.request_log.meters.count_drawn(queued.owner, drawn)
@@ -454,7 +444,8 @@ class SamplingExecutor:
         return self._context.observers.observe_drawn(queued, get_sample(queued), drawn, running.clock_s)
 
     def _forget(self, queued: QueuedRequest) -> None:
-        """Stop counting the memory of a request, because it has a result."""
+        """Free the constraint of a request and stop counting its memory, because it has a result."""
+        self._constraints.forget(queued.request_id)
         self.num_open_bytes_by_owner[queued.owner] -= queued.num_bytes + REQUEST_BYTES
         if not self.num_open_bytes_by_owner[queued.owner]:
             del self.num_open_bytes_by_owner[queued.owner]
@@ -463,7 +454,7 @@ class SamplingExecutor:
         for running in list(self._running.values()):
             self._drop(running)
 
-    def _drop(self, running: _Running) -> None:
+    def _drop(self, running: RunningRequest) -> None:
         """Remove a running request from the backend and from its queue, and release its sampler."""
         request = running.assembler.request
         self._count_live(running, -running.num_open)

@@ -266,8 +266,18 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
     ),
     "n": (CHAT, {"messages": TALK, "n": 0}, HTTPStatus.BAD_REQUEST, "n 0"),
     "logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 99}, HTTPStatus.BAD_REQUEST, "logprobs 99 must be from 0 to"),
-    "tool choice": (CHAT, {"messages": TALK, "tool_choice": "required"}, HTTPStatus.BAD_REQUEST, "tool_choice 'req"),
-    "any tool": (MESSAGES, {"messages": TALK, "tool_choice": {"type": "any"}}, HTTPStatus.BAD_REQUEST, "tool_choice.t"),
+    "tool choice": (
+        CHAT,
+        {"messages": TALK, "tool_choice": "required"},
+        HTTPStatus.BAD_REQUEST,
+        "tool_choice: needs `t",
+    ),
+    "any tool": (
+        MESSAGES,
+        {"messages": TALK, "tool_choice": {"type": "any"}},
+        HTTPStatus.BAD_REQUEST,
+        "tool_choice: needs `t",
+    ),
     "tools": (
         CHAT,
         {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -278,7 +288,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         CHAT,
         {"messages": TALK, "response_format": {"type": "json_object"}},
         HTTPStatus.BAD_REQUEST,
-        "response_format.type 'json_object'",
+        "this backend has no tokenizer, so samples cannot be constrained",
     ),
     "image": (
         CHAT,
@@ -316,7 +326,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
 }
 
 
-WITHOUT_FIELD = "model", "base of a path", "unknown run", "length", "vocabulary", "embeddings"
+WITHOUT_FIELD = "model", "base of a path", "unknown run", "length", "vocabulary", "schema", "embeddings"
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import prompts, schemas
+from skyrl_tx.apps.chat import constraints, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
 from skyrl_tx.apps.chat.message import Part, TextPart, keep_first_call
 from skyrl_tx.apps.chat.models import find_weights
@@ -23,6 +23,7 @@ from skyrl_tx.apps.chat.reply import (
 from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.apps.chat.text import ContextTooLong
+from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
@@ -82,7 +83,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=add_stop_token(params, service.text.eos_token_id),
+        params=_constrain(service, request, prompt, add_stop_token(params, service.text.eos_token_id)),
         is_streamed=bool(request.stream),
         marks=prompt.marks,
         kind=sessions.ANTHROPIC,
@@ -93,25 +94,44 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     )
 
 
+def _constrain(
+    service: ChatService, request: MessagesRequest, prompt: ChatPrompt, params: SamplingParams
+) -> SamplingParams:
+    """Add the constraint of `tool_choice` or `output_config.format`, if there is one."""
+    choice, tools = request.tool_choice, request.tools or []
+    form, field = None if request.output_config is None else request.output_config.format, "output_config.format"
+    if choice is None or choice.type in ("auto", "none"):
+        if form is None:
+            return params
+        is_schema = form.type == "json_schema"
+        require(is_schema, f"{field}.type {quote_value(form.type)}: must be 'json_schema'", field=f"{field}.type")
+        content = constraints.read_schema(form.schema_, f"{field}.schema")
+        reply = constraints.ReplyConstraint(service, prompt).constrain_content(content)
+        return constraints.add_constraint(service, params, reply, field)
+
+    # The calls that must be made
+    is_known = choice.type == "any" or (choice.type == "tool" and choice.name is not None)
+    types = "'auto', 'none', 'any', or 'tool' with a name"
+    require(is_known, f"tool_choice.type {quote_value(choice.type)}: must be {types}", field="tool_choice")
+    require(form is None, f"{field}: cannot be combined with a tool_choice that forces a call", field=field)
+    named = choice.name if choice.type == "tool" else None
+    chosen = [index for index, tool in enumerate(tools) if named in (None, tool.name)]
+    missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
+    require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
+    calls = constraints.ReplyConstraint(service, prompt).require_calls(
+        prompts.convert_anthropic_tools([tools[index] for index in chosen]),
+        [f"tools[{index}].input_schema" for index in chosen],
+        has_one_call=named is not None or bool(choice.disable_parallel_tool_use),
+    )
+    return constraints.add_constraint(service, params, calls, "tool_choice")
+
+
 def _render(service: ChatService, request: CountTokensRequest) -> ChatPrompt:
     """Render the prompt of a conversation.
 
     Raises UserError if the request needs something that is not supported.
     """
-    # Refuse what would need constrained decoding
-    choice = request.tool_choice
-    require(
-        choice is None or choice.type in ("auto", "none"),
-        f"tool_choice.type {quote_value(choice.type if choice else None)}: this server supports only 'auto' and "
-        "'none', because it does not constrain decoding",
-        field="tool_choice",
-    )
-    output = request.output_config
-    require(
-        output is None or output.format is None,
-        "output_config.format: is not supported, because this server does not constrain decoding; remove it",
-        field="output_config.format",
-    )
+    choice, output = request.tool_choice, request.output_config
 
     # If the conversation ends with a message of the assistant, the model continues this message
     may_call = choice is None or choice.type != "none"

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, prompts, schemas
+from skyrl_tx.apps.chat import constraints, logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, keep_first_call
 from skyrl_tx.apps.chat.models import find_weights
@@ -15,7 +16,8 @@ from skyrl_tx.apps.chat.response_template import TemplateParser
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.apps.chat.tool_calls import ToolCall
-from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.contract.errors import FieldError
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 
@@ -50,10 +52,11 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     )
 
     messages = request.messages
+    choice = request.tool_choice
     prompt = prompts.render_prompt(
         service,
         [prompts.convert_openai_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        [tool.original for tool in request.tools or []] if request.tool_choice != "none" else [],
+        [tool.original for tool in request.tools or []] if choice != "none" else [],
         add_generation_prompt=generates,
         continue_final_message=continues,
         variables=_read_variables(request),
@@ -63,7 +66,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=add_stop_token(params, service.text.eos_token_id),
+        params=_constrain(service, request, prompt, add_stop_token(params, service.text.eos_token_id)),
         options=PromptOptions(
             logprobs=request.prompt_logprobs is not None, topk=prompt_top, sample_topk=top if request.logprobs else 0
         ),
@@ -79,25 +82,47 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     return _ChatCompletion(service, request, prompt, prepared)
 
 
-def _check(request: ChatCompletionRequest) -> None:
-    """Raise UserError if a request asks for a feature that this server does not have."""
-    # Features that need constrained decoding
-    choice = request.tool_choice
-    require(
-        choice in (None, "auto", "none"),
-        f"tool_choice {quote_value(choice)}: this server supports only 'auto' and 'none', because it does not "
-        "constrain decoding",
-        field="tool_choice",
+def _constrain(
+    service: ChatService, request: ChatCompletionRequest, prompt: ChatPrompt, params: SamplingParams
+) -> SamplingParams:
+    """Add the constraint of `tool_choice`, `response_format` or `structured_outputs`, if there is one."""
+    content = constraints.read_constraint(request.response_format, request.structured_outputs)
+    field = "response_format" if request.structured_outputs is None else "structured_outputs"
+    choice, tools = request.tool_choice, request.tools or []
+    if choice in (None, "auto", "none"):
+        reply = None if content is None else constraints.ReplyConstraint(service, prompt).constrain_content(content)
+        return constraints.add_constraint(service, params, reply, field)
+
+    # The calls that must be made
+    require(content is None, f"{field}: cannot be combined with a tool_choice that forces a call", field=field)
+    named = None if choice == "required" else _read_named(choice)
+    chosen = [index for index, tool in enumerate(tools) if named in (None, tool.function.name)]
+    missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
+    require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
+    calls = constraints.ReplyConstraint(service, prompt).require_calls(
+        [tools[index].original for index in chosen],
+        [f"tools[{index}].function.parameters" for index in chosen],
+        has_one_call=named is not None or request.parallel_tool_calls is False,
     )
-    form = request.response_format
-    require(
-        form is None or form.type == "text",
-        f"response_format.type {quote_value(form.type if form else None)}: this server supports only 'text', because "
-        "it does not constrain decoding",
-        field="response_format.type",
+    return constraints.add_constraint(service, params, calls, "tool_choice")
+
+
+def _read_named(choice: object) -> str:
+    """Return the name of the function in a `tool_choice`. Raises UserError for other forms."""
+    value = cast(dict[str, object], choice) if isinstance(choice, dict) else {}
+    function = value.get("function")
+    name = cast(dict[str, object], function).get("name") if isinstance(function, dict) else None
+    if value.get("type") == "function" and isinstance(name, str):
+        return name
+    raise FieldError(
+        f"tool_choice {quote_value(choice)}: must be 'auto', 'none', 'required', or an object with the name of a "
+        "function",
+        "tool_choice",
     )
 
-    # Other features
+
+def _check(request: ChatCompletionRequest) -> None:
+    """Raise UserError if a request asks for a feature that this server does not have."""
     require(
         request.modalities in (None, ["text"]),
         f"modalities {quote_value(request.modalities)}: this server supports only ['text']",

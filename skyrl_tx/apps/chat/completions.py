@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, schemas
+from skyrl_tx.apps.chat import constraints, logprobs, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
@@ -58,6 +58,10 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
     params = schemas.convert_openai_fields(request, max_tokens or 1, "max_tokens")
+    params = add_stop_token(params, service.text.eos_token_id)
+    constraint = constraints.read_constraint(request.response_format, request.structured_outputs)
+    field = "response_format" if request.structured_outputs is None else "structured_outputs"
+    params = constraints.add_constraint(service, params, constraint, field)
     num_samples = schemas.check_num_samples(request.n)
     options = PromptOptions(
         logprobs=scores_prompt,
@@ -71,7 +75,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
         ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
-            params=add_stop_token(params, service.text.eos_token_id),
+            params=params,
             options=options,
             num_samples=num_samples,
             is_streamed=bool(request.stream),

@@ -38,6 +38,37 @@ class StreamOptions(WireModel):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(WireModel):
+    """A JSON schema that the content has to match. `strict` is accepted; every schema is enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, object] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(WireModel):
+    """The format of the response: "text", "json_object" or "json_schema"."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(WireModel):
+    """A constraint of the text, as vLLM defines it. Exactly one field can be set."""
+
+    json_: dict[str, object] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: List[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def list_given(self) -> list[tuple[str, object]]:
+        """Return the names in the request and the values of all fields."""
+        names = ("regex", "choice", "grammar", "json_object")
+        return [("json", self.json_), *((name, getattr(self, name)) for name in names)]
+
+
 class GenerationFields(WireModel):
     """Fields that completions and chat completions share."""
 
@@ -56,6 +87,8 @@ class GenerationFields(WireModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -164,12 +197,6 @@ class Tool(WireModel):
         return tool
 
 
-class ResponseFormat(WireModel):
-    """The format of the response. Only "text" is supported."""
-
-    type: str
-
-
 class ChatCompletionRequest(GenerationFields):
     """A request for the next message of a conversation."""
 
@@ -181,7 +208,6 @@ class ChatCompletionRequest(GenerationFields):
     tools: Annotated[List[Tool], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: object = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, object] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
@@ -257,10 +283,17 @@ class Thinking(WireModel):
     display: str | None = None
 
 
-class OutputConfig(WireModel):
-    """The format of the response. Only free text is supported, so `format` must be absent."""
+class OutputFormat(WireModel):
+    """The format of the response. `type` is "json_schema"."""
 
-    format: object = None
+    type: str
+    schema_: dict[str, object] | None = Field(None, alias="schema")
+
+
+class OutputConfig(WireModel):
+    """The format of the response, and how much the model reasons."""
+
+    format: OutputFormat | None = None
     effort: str | None = None
 
 

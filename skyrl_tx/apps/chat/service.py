@@ -60,6 +60,8 @@ class Limits:
     max_topk: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     fingerprint: str = ""
+    sampling_controls: frozenset[str] | None = None
+    """The fields of `SamplingControls` that the backend supports; None until an engine has run."""
 
 
 class EngineLimits:
@@ -89,6 +91,7 @@ class EngineLimits:
             max_context_length=cast(int | None, published.get("max_context_length")),
             max_topk=cast(int, published.get("max_topk_logprobs", 0)),
             eos_token_ids=frozenset(cast(list[int], published.get("eos_token_ids", []))),
+            sampling_controls=frozenset(cast(list[str], published.get("sampling_controls", []))),
             fingerprint=f"fp_{hashlib.sha256(fingerprint).hexdigest()[:12]}",
         )
 
@@ -285,8 +288,10 @@ class ChatService:
         texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)
-        self.context.stored_bytes.add(caller.owner, prompt.nbytes)
-        with admission.reserve(caller.owner, prompt.nbytes):
+        constraint = request.params.active_controls.constraint
+        num_bytes = prompt.nbytes + (0 if constraint is None else len(constraint.text))
+        self.context.stored_bytes.add(caller.owner, num_bytes)
+        with admission.reserve(caller.owner, num_bytes):
             submitted = None
             sample = Submission.from_request(requests.Rejected(kind="sample", message=""))
             # Repeat if the session ends between its lookup and the submission

@@ -151,7 +151,7 @@ def _convert_value(text: str, schema: object) -> object:
 
     For example, `12` becomes a number unless the schema says that it is a string.
     """
-    types = _list_types(schema)
+    types = list_types(schema)
     is_null = "null" in types and text.strip() in ("null", "None")
     if "string" in types and not is_null:
         return text
@@ -161,7 +161,7 @@ def _convert_value(text: str, schema: object) -> object:
         return _PYTHON_WORDS.get(text.strip(), text)
 
 
-def _list_types(schema: object) -> list[object]:
+def list_types(schema: object) -> list[object]:
     """Return the types that a schema allows, directly or as one of its alternatives."""
     types: list[object] = []
     alternatives = [schema]

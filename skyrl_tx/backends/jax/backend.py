@@ -8,7 +8,7 @@ sampling and training. The other methods call the parts: training passes in `tra
 import logging
 import os
 import sys
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -426,16 +426,18 @@ class JaxBackend(AbstractBackend):
     def text_of(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
+    @override
+    def make_tokenizer_reader(self) -> Callable[[], str]:
+        return lambda: self._tokenizer.backend_tokenizer.to_str()
+
     @cached_property
     def _tokenizer(self) -> Any:
-        # Without these files, transformers may return an empty tokenizer, whose text matches no
-        # stop string.
+        # Without these files, transformers may return an empty tokenizer, whose text matches nothing.
         if not any((self._directory / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(f"stop: {self._base_model} has no tokenizer, which stop strings need; pass token ids")
-        from transformers import AutoTokenizer  # slow to import, and only stop strings need it
+        from transformers import AutoTokenizer  # slow to import, and few requests need it
 
-        # Without this argument, transformers asks on the terminal whether it may run code of the
-        # model.
+        # Without this argument, transformers asks on the terminal whether it may run the model's code.
         return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
     def _hash_base_model(self) -> str:

@@ -24,8 +24,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM only logs a warning and raises lower temperatures to the minimum. It refuses temperatures above the maximum."""
 _NO_LOGPROB = -99999.0
 _DONE = "[DONE]"
-CONTROLS = frozenset(field.name for field in fields(SamplingControls)) - {"constraint"}
+CONTROLS = frozenset(field.name for field in fields(SamplingControls))
 """The controls that vLLM gets, see `SamplingControls`."""
+_STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""vLLM's field of `structured_outputs` for each kind of constraint."""
 
 
 class WireError(Exception):
@@ -49,6 +51,12 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
     tokens.
     """
     params = request.params
+    constraint = params.active_controls.constraint
+    if constraint is not None and constraint.kind not in _STRUCTURED_OUTPUTS:
+        raise UserError(
+            "tool_choice: this server samples with vLLM and cannot force tool calls or constrain replies that begin "
+            "with reasoning; use 'auto', or turn reasoning off"
+        )
     if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise UserError(
             f"sampling_params.temperature {params.temperature} must be 0, or from {MIN_TEMPERATURE} to "
@@ -67,7 +75,12 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
 
 def _make_controls(controls: SamplingControls) -> dict[str, Any]:
     """Return vLLM's fields for the controls that change something. It has the same names and definitions."""
-    used = {name: getattr(controls, name) for name in controls.list_used() if name in CONTROLS}
+    used = {name: getattr(controls, name) for name in controls.list_used()}
+    constraint = used.pop("constraint", None)
+    if constraint is not None:
+        is_json = constraint.kind in ("json_schema", "choice")
+        value = json.loads(constraint.text) if is_json else constraint.text
+        used["structured_outputs"] = {_STRUCTURED_OUTPUTS[constraint.kind]: value}
     if controls.logit_bias:
         used["logit_bias"] = {str(token): bias for token, bias in controls.logit_bias}
     return used

@@ -8,7 +8,7 @@ import pytest
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.contract.requests import PromptOptions, SamplingControls, SamplingParams
+from skyrl_tx.contract.requests import Constraint, PromptOptions, SamplingControls, SamplingParams
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.wire import WireError
 
@@ -73,6 +73,21 @@ def test_controls_that_change_something_are_passed_on():
     assert sampling == plain | added
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "sent"),
+    [
+        ("json_schema", '{"type": "object"}', {"json": {"type": "object"}}),
+        ("regex", "[ab]+", {"regex": "[ab]+"}),
+        ("choice", '["a", "b"]', {"choice": ["a", "b"]}),
+        ("grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+    ],
+)
+def test_a_constraint_of_the_client_is_passed_on(kind: str, text: str, sent: dict):
+    made = request(controls=SamplingControls(constraint=Constraint(kind=kind, text=text)))
+    wire.check_sample(made, renormalizes=False)
+    assert body(made)["sampling_params"]["structured_outputs"] == sent
+
+
 def test_the_salt_of_a_cache_hides_its_scope():
     one = body(request())
     assert one["cache_salt"] != "ann" and one["cache_salt"] == body(request(), 3)["cache_salt"]
@@ -93,6 +108,10 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
         ({"top_k": 5}, r"sampling_params.top_k 5 must be -1, because this server samples with vLLM"),
         ({"top_p": 0.5}, r"sampling_params.top_p 0.5 must be 1"),
         ({"controls": SamplingControls(min_p=0.5)}, r"min_p 0.5 must be 0, because this server samples with vLLM"),
+        (
+            {"controls": SamplingControls(constraint=Constraint(kind="lark", text="start: /a/"))},
+            r"tool_choice: this server samples with vLLM and cannot force tool calls",
+        ),
         ({"temperature": 0.001}, r"sampling_params.temperature 0.001 must be 0, or from 0.01 to 2.0"),
         ({"temperature": 3.0}, r"sampling_params.temperature 3.0 must be 0, or from 0.01 to 2.0"),
     ],

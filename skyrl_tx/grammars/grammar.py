@@ -1,0 +1,201 @@
+"""Grammars in the language of `llguidance`, and the checks of grammars that clients send.
+
+A constraint of the contract has a kind and a text:
+
+- "json_schema": a JSON schema
+- "regex": a regular expression in the syntax of Rust's `regex`, which must match the whole text
+- "choice": a JSON list of texts
+- "grammar": EBNF as in llama.cpp (GBNF), or a Lark grammar
+- "lark": a grammar that this server has made, for example for tool calls
+
+The library computes in Rust, without Python's interpreter lock, and its work is limited by
+`make_limits`, so a hostile grammar takes at most a fraction of a second.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from skyrl_tx.contract.errors import FieldError
+from skyrl_tx.contract.requests import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+CLIENT_KINDS: frozenset[str] = frozenset({"json_schema", "regex", "choice", "grammar"})
+"""The kinds whose text comes from the client as it is."""
+
+_MAX_CHARS: Mapping[str, int] = {"json_schema": 65_536, "regex": 8192, "choice": 65_536, "grammar": 16_384}
+"""The maximum length of each kind."""
+_MAX_DEPTH = 64
+"""How deep the objects and lists of a schema may be nested."""
+_MAX_PATTERN_CHARS = 8192
+"""The maximum length of all regular expressions of a schema together."""
+_MAX_REMEMBERED = 256
+_MAX_ERROR_CHARS = 500
+_SPACE = r"( |\n[ \t]{0,40})?"
+"""White space between the parts of JSON: none, a space, or a line break and an indentation.
+
+It is limited, or a model might never end it.
+"""
+_HEAD = '%llguidance {"no_forcing": true}\n'
+"""Without this option the library looks for tokens that must follow, which can take seconds."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose value has a schema for each name."""
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose value is no schema."""
+_REFUSED = frozenset({"x-guidance", "nullable", "divisibleBy", "disallow", "extends", "$dynamicAnchor"})
+"""Keywords that the library ignores although they change what a schema allows, or how the library works."""
+_SOURCE_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+_POSITION = re.compile(
+    r"^(at )?\d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>|^lexer error: |^parser error: "
+)
+_compiling = threading.Lock()
+"""Held while a grammar is checked, so that checks use at most one processor."""
+
+
+def write_json_rule(schema: Mapping[str, object]) -> str:
+    """Return the right side of a rule that matches JSON by a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
+
+
+def write_text(text: str) -> str:
+    """Return the right side of a rule that matches one text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def make_grammar(start: str, rules: Mapping[str, str] | None = None) -> str:
+    """Return a Lark grammar. `start` is the right side of the first rule, and `rules` names more rules."""
+    lines = [f"{name}: {rule}" for name, rule in {"start": start, **(rules or {})}.items()]
+    return _HEAD + "\n".join(lines)
+
+
+def write_rule(constraint: Constraint) -> str:
+    """Return the right side of a rule that matches a constraint of any kind but "grammar" and "lark"."""
+    match constraint.kind:
+        case "json_schema":
+            return write_json_rule(json.loads(constraint.text))
+        case "regex":
+            from llguidance import regex_to_lark
+
+            return f"/{regex_to_lark(constraint.text, use_ascii='')}/"
+        case "choice":
+            return " | ".join(write_text(text) for text in json.loads(constraint.text))
+        case _:
+            raise AssertionError(constraint.kind)
+
+
+def write_grammar(constraint: Constraint) -> str:
+    """Return the grammar of a constraint for the library. Raises ValueError if EBNF is malformed."""
+    match constraint.kind:
+        case "lark":
+            return constraint.text
+        case "grammar":
+            from llguidance.gbnf_to_lark import any_to_lark
+
+            try:
+                text = any_to_lark(constraint.text)
+            except Exception as error:  # the library raises Exception itself
+                raise ValueError(str(error)) from error
+            return _HEAD + re.sub(r"(?m)^\s*%llguidance\b.*$", "", text)
+        case _:
+            return make_grammar(write_rule(constraint))
+
+
+@cache
+def make_limits() -> "LLParserLimits":
+    """Return limits for the work and memory of one grammar.
+
+    A token takes at most about 50 ms, and the states of a lexer about 50 MB.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+@cache
+def _get_bytes() -> "LLTokenizer":
+    """Return a tokenizer with one token for each byte, because a check depends on no model."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def check_constraint(constraint: Constraint, field: str) -> None:
+    """Raise FieldError if a client's constraint is malformed, too large, not supported or matches no text.
+
+    `field` is the field of the request that has the constraint. May take a fraction of a second.
+    """
+    limit, size = _MAX_CHARS[constraint.kind], len(constraint.text)
+    if size > limit:
+        raise FieldError(f"{field}: has {size} characters, but must have at most {limit}", field)
+    if constraint.kind == "json_schema":
+        _check_schema(json.loads(constraint.text), field)
+    problem = _find_problem(constraint)
+    if problem is not None:
+        raise FieldError(f"{field}: {problem}", field)
+
+
+@lru_cache(_MAX_REMEMBERED)
+def _find_problem(constraint: Constraint) -> str | None:
+    """Compile a constraint and compute its first tokens. Returns why this failed, or None."""
+    from llguidance import LLMatcher
+
+    with _compiling:
+        try:
+            grammar = write_grammar(constraint)
+        except ValueError as error:
+            return str(error)
+        matcher = LLMatcher(_get_bytes(), grammar, log_level=0, limits=make_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return clean_error(matcher.get_error()) if matcher.is_error() else None
+
+
+def clean_error(error: str) -> str:
+    """Return a message of the library without positions in a text that the client has not written."""
+    message = _POSITION.sub("", _POSITION.sub("", _SOURCE_LINES.sub("", error).strip())).strip()
+    if message.startswith("oneOf constraints"):
+        return "oneOf is supported only if its alternatives exclude each other by their types or constants; use anyOf"
+    if "regex parse error" in message:
+        message = f"regular expression: {message.rpartition('error: ')[2]}"
+    return message.replace("Unimplemented keys: ", "this server does not support the keywords ")[:_MAX_ERROR_CHARS]
+
+
+def _check_schema(schema: object, field: str) -> None:
+    """Raise FieldError if a schema is nested too deeply, or has keywords that the library would ignore."""
+    num_chars, level = 0, [(field, schema)]
+    for _ in range(_MAX_DEPTH):
+        below: list[tuple[str, object]] = []
+        for path, part in level:
+            if not isinstance(part, dict):
+                below += [(f"{path}[{n}]", item) for n, item in enumerate(_as_list(part))]
+                continue
+
+            # Check the keywords of a schema, and collect the schemas in it
+            for keyword, value in cast(dict[str, Any], part).items():
+                where = f"{path}.{keyword}"
+                if keyword in _REFUSED and value not in (None, False):
+                    raise FieldError(f"{where}: this server does not support the keyword", field)
+                num_chars += len(value) if keyword == "pattern" and isinstance(value, str) else 0
+                if keyword in _NAMED and isinstance(value, dict):
+                    num_chars += sum(map(len, value)) if keyword == "patternProperties" else 0
+                    below += [(f"{where}.{name}", inner) for name, inner in cast(dict[str, object], value).items()]
+                elif keyword not in _DATA:
+                    below.append((where, value))
+        level = below
+
+    if level:
+        raise FieldError(f"{field}: is nested deeper than {_MAX_DEPTH} levels", field)
+    if num_chars > _MAX_PATTERN_CHARS:
+        raise FieldError(
+            f"{field}: its patterns have {num_chars} characters, but must have at most {_MAX_PATTERN_CHARS}", field
+        )
+
+
+def _as_list(value: object) -> Sequence[object]:
+    return cast(list[object], value) if isinstance(value, list) else []

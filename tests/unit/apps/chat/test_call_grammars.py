@@ -1,0 +1,141 @@
+"""Grammars of tool calls allow exactly the calls that the parser of the same form reads."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from skyrl_tx.apps.chat.call_grammars import WRITERS, GrammarWriter, Tools, write_calls
+from skyrl_tx.apps.chat.message import FORMS
+from skyrl_tx.apps.chat.tool_calls import ToolCall
+from skyrl_tx.contract.errors import FieldError
+from skyrl_tx.grammars.grammar import make_limits
+from tests.support.tiny_tokenizer import PACKAGED
+
+TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
+LIBRARY = LLTokenizer(TOKENIZER.to_str(), n_vocab=TOKENIZER.get_vocab_size())
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Oslo", "Zürich"]},
+        "note": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+FIND = {"city": "Oslo", "note": "a </b>\nc", "days": 3}
+JSON, XML_NOTE = json.dumps(FIND), "<parameter=note>\na </b>\nc\n</parameter>\n"
+CALLS = {
+    "hermes": (f'<tool_call>\n{{"name": "find", "arguments": {JSON}}}\n</tool_call>', ""),
+    "llama3": (f'{{"name": "find", "parameters": {JSON}}}', ""),
+    "harmony": (f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{JSON}", ""),
+    "deepseek": (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+    ),
+    "deepseek V3": (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{JSON}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "```json",
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+        f"{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+    ),
+    "mistral": (f"[TOOL_CALLS]find[ARGS]{JSON}", "[ARGS]"),
+    "mistral old": (f'[TOOL_CALLS][{{"name": "find", "arguments": {JSON}}}]', ""),
+    "qwen3_coder": (
+        f"<tool_call>\n<function=find>\n<parameter=city>\nOslo\n</parameter>\n{XML_NOTE}<parameter=days>\n3\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "",
+    ),
+    "glm": (
+        "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>note</arg_key>\n"
+        "<arg_value>a </b>\nc</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "",
+    ),
+}
+"""By form: one call, and a part of the chat template."""
+
+
+def write(form: str, template: str, tools: list[dict[str, Any]] = TOOLS, *, has_one_call: bool = False) -> str:
+    writer = GrammarWriter(TOKENIZER.token_to_id)
+    fields = [f"tools[{index}].function.parameters" for index in range(len(tools))]
+    calls = write_calls(writer, form, Tools(tools, fields), template, has_one_call=has_one_call)
+    return writer.join(calls)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a grammar matches a whole text."""
+    matcher = LLMatcher(LIBRARY, grammar, log_level=0, limits=make_limits())
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(TOKENIZER.encode(text, add_special_tokens=False).ids) and matcher.is_accepting()
+
+
+def test_every_form_with_tool_calls_has_a_grammar() -> None:
+    assert set(WRITERS) == {name for name, form in FORMS.items() if form.has_calls}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_grammar_allows_what_the_parser_reads(name: str) -> None:
+    text, template = CALLS[name]
+    form = name.split()[0]
+    grammar = write(form, template)
+
+    assert accepts(grammar, text)
+    parser = FORMS[form].create_parser("", TOOLS, separates_reasoning=True)
+    [call] = parser.feed(text, is_last=True)
+    assert isinstance(call, ToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("find", FIND)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("old, new", [("Oslo", "Bern"), ("3", "77"), ("find", "seek"), ("city", "town")])
+def test_the_grammar_refuses_other_names_and_arguments(name: str, old: str, new: str) -> None:
+    text, template = CALLS[name]
+    assert not accepts(write(name.split()[0], template), text.replace(old, new))
+
+
+def test_several_calls_are_allowed_unless_the_client_wants_one() -> None:
+    text, template = CALLS["hermes"]
+    twice = f"{text}\n{text}"
+    assert accepts(write("hermes", template), twice)
+    assert not accepts(write("hermes", template, has_one_call=True), twice)
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    {
+        "pattern": (
+            {"properties": {"city": {"type": "string", "pattern": "^A"}}},
+            "properties.city.pattern: the format",
+        ),
+        "mixed": ({"properties": {"n": {"type": "string", "enum": ["a", 1]}}}, "properties.n.enum: all values"),
+        "missing": ({"properties": {}, "required": ["n"]}, "required: 'n' is not in `properties`"),
+        "alternatives": ({"anyOf": [{"properties": {}}]}, "parameters.anyOf: the format"),
+        "name": ({"properties": {"a>b": {"type": "string"}}}, "properties.a>b: the format"),
+    }.values(),
+)
+def test_a_schema_that_a_form_cannot_enforce_is_refused(schema: dict[str, Any], message: str) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", **schema}}}]
+    with pytest.raises(FieldError) as caught:
+        write("qwen3_coder", "", tools)
+    assert caught.value.field == "tools[0].function.parameters"
+    assert message in caught.value.message
+
+
+def test_parameters_with_references_are_resolved() -> None:
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/few"}}, "required": ["n"]}
+    schema["$defs"] = {"few": {"type": "integer", "minimum": 1, "maximum": 3}}
+    grammar = write("qwen3_coder", "", [{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    text = "<tool_call>\n<function=f>\n<parameter=n>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(grammar, text.format(2))
+    assert not accepts(grammar, text.format(5))
