@@ -33,6 +33,7 @@ class Filter:
             temperature_S=jnp.ones(ROWS),
             top_k_S=jnp.zeros(ROWS, jnp.int32).at[: self.rows].set(self.top_k),
             top_p_S=jnp.ones(ROWS).at[: self.rows].set(self.top_p),
+            min_p_S=jnp.zeros(ROWS),
         )
 
 
