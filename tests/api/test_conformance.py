@@ -1,6 +1,6 @@
 """`skyrl-tx conformance` against this server, and against servers with a fault.
 
-All rows pass here, so the command is the test of what its rows say. Other tests in this directory check what the SDK
+All rows pass here, so the command tests everything that its rows say. Other tests in this directory check what the SDK
 does not show, and equality of bits.
 """
 
@@ -161,7 +161,12 @@ def forget_gradient(own: _FakePass, model_id: ModelId, gradient: Pair) -> None:
     [
         (loss_reference, "evaluate", double_gradients, "losses: ppo: gradient"),
         (loss_reference, "evaluate", ignore_config, "losses: dro: value"),
-        (sampling, "decode", shift_logprobs, "sampling: Log-probabilities of a sample equal those of compute_logprobs"),
+        (
+            sampling,
+            "decode",
+            shift_logprobs,
+            "sampling: Log-probabilities of a sample equal the result of compute_logprobs",
+        ),
         (_FakePass, "commit", forget_gradient, "training: Gradients add up until a step, and a forward pass adds none"),
     ],
 )

@@ -64,6 +64,7 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
         )
     if params.temperature == 0 or renormalizes:
         return  # filters do not change greedy samples
+
     reason = "because this server samples with vLLM, which would return log-probabilities after the filter"
     if params.top_k > 0:
         raise UserError(f"sampling_params.top_k {params.top_k} must be -1, {reason}")

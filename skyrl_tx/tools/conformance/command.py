@@ -30,7 +30,7 @@ _LOCAL_KEY = "tml-local"
 _SHARED_TOKENS = 2_000
 """Tokens of the training, the sampler and the reference steps that multiple rows use."""
 _MAX_LATE = 3
-"""After so many rows without a result in time, the others do not run."""
+"""After so many rows without a result in time, the remaining rows do not run."""
 _MAX_LINE = 400
 _GROUPS = (
     *("training", "losses", "order", "sampling", "futures", "retries", "refusals", "checkpoints", "account"),
@@ -49,10 +49,14 @@ def add_arguments(parser: CommandParser) -> None:
         f"${KEY_VARIABLE} is the API key. The command trains and samples, uses at most {MAX_TOKENS:,} tokens, and "
         "deletes its checkpoints at the end. The exit status is 1 if a row fails."
     )
+
+    # What to check
     parser.add_argument("url", metavar="URL", help="the address of the server, for example http://127.0.0.1:8000")
     parser.add_argument("--base-model", metavar="MODEL", help="the base model (default: the first that is listed)")
     parser.add_argument("--only", metavar="TEXT", help="run only the rows whose name contains this text")
     parser.add_argument("--list", action="store_true", help="print the rows and their tokens, and run none")
+
+    # How to check it
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
     parser.add_argument(
         "--precision",
@@ -143,6 +147,7 @@ def _run_rows(rows: "Sequence[Row]", server: "Server", timeout_s: float) -> "Ite
                 detail = f"the server did not answer {_MAX_LATE} rows in succession"
                 yield Result(name=row.name, status="not run", detail=detail)
                 continue
+
             result, is_late = run_row(row, server, timeout_s)
             yield result
             num_late = num_late + 1 if is_late else 0

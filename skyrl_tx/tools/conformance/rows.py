@@ -83,7 +83,7 @@ def expect(condition: object, message: str) -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether a server has refused a call because of the call, not because of a failure of its own."""
+    """Return whether a server has refused a call because of the call, and not because the server failed."""
     if isinstance(error, tinker.RequestFailedError):
         return error.category == tinker.types.RequestErrorCategory.User
     return isinstance(error, _REFUSALS)

@@ -34,7 +34,7 @@ def describe_samples(server: Server) -> None:
 
 @ROWS.row("sampling", tokens=60)
 def seeds(server: Server) -> None:
-    """A seed gives the same tokens again, and another seed gives others."""
+    """A seed gives the same tokens again, and another seed gives different tokens."""
     first, again, other = draw(server, 2), draw(server, 2), draw(server, 2, seed=6)
     expect(first == again, f"seed 5 gave {first}, then {again}")
     expect(first != other and first[0] != first[1], "different seeds or samples gave the same tokens")
@@ -48,8 +48,8 @@ def greedy(server: Server) -> None:
 
 
 @ROWS.row("sampling", tokens=60)
-def sampled_logprobs(server: Server) -> str:
-    """Log-probabilities of a sample equal those of compute_logprobs."""
+def compare_sampled_logprobs(server: Server) -> str:
+    """Log-probabilities of a sample equal the result of compute_logprobs."""
     (own,) = server.sample(server.sampler, PROMPT).sequences
     return server.expect_logprobs(own.logprobs, server.score(server.sampler, [*PROMPT, *own.tokens], last=6))
 
@@ -118,7 +118,7 @@ _ABOUT_PROMPT: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 def check_prompt(name: str, server: Server) -> None:
-    """Compare the log-probabilities of the last two prompt tokens with those of compute_logprobs."""
+    """Compare the log-probabilities of the last two prompt tokens with the result of compute_logprobs."""
     value, pick = _ABOUT_PROMPT[name]
     options = {"include_prompt_logprobs": True, "max_tokens": 1, name: value}
     found = pick(server.sample(server.sampler, PROMPT, **options))
@@ -163,7 +163,7 @@ def frozen_sampler(server: Server) -> None:
 
 
 @ROWS.row("sampling", tokens=30)
-def copied_client(server: Server) -> None:
+def copy_client(server: Server) -> None:
     """A copy of a sampling client, as for another process, gives the same samples."""
     copy = pickle.loads(pickle.dumps(server.sampler))
     found = list(server.sample(copy, PROMPT).sequences[0].tokens)
@@ -191,7 +191,7 @@ def many_samples(server: Server) -> None:
 
 
 @ROWS.row("futures", tokens=2000)
-def cancelled_sample(server: Server) -> None:
+def cancel_sample(server: Server) -> None:
     """An abandoned sample is cancelled."""
     length = min(1990, (server.context or 2000) - 10)
     server.spend(length)

@@ -57,7 +57,7 @@ class Server:
     context: int = 0
     """The longest sequence that the server accepts, in tokens; 0 if the server does not say."""
     learning_rate: float = 0.0
-    """A rate with which one step changes the log-probabilities enough. Set when `training` is created."""
+    """A rate at which one step changes the log-probabilities enough. Set when `training` is created."""
     runs: list[str] = field(default_factory=list[str])
     copies: list[str] = field(default_factory=list[str])
     """Paths of copied checkpoints. Like the checkpoints of `runs`, they are deleted at the end."""

@@ -151,7 +151,7 @@ def run_steps(server: Server, client: tinker.TrainingClient, *, is_waiting: bool
 
 
 @ROWS.row("order", tokens=4 * NUM_TOKENS)
-def pipelined(server: Server) -> None:
+def send_without_waiting(server: Server) -> None:
     """Requests that were sent without waiting run in their order."""
     _expect_baseline(server, run_steps(server, server.resume(), is_waiting=False))
 
@@ -191,7 +191,7 @@ for _group, _title, _check, _argument, _tokens in _BY_NAME:
 
 
 def _expect_baseline(server: Server, losses: list[float]) -> None:
-    """Compare the losses of two steps with those of a client that ran alone and waited for each result."""
+    """Compare the losses of two steps with the losses of a client that ran alone and waited for each result."""
     for found, expected in zip(
         losses, server.once("baseline", lambda: run_steps(server, server.resume())), strict=True
     ):
