@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification neighbour soak sdk-watch format proto release constraints docs \
-	reference vendor aot gpu gpu-rl gpu-wheels real
+	reference vendor aot decode-guard gpu gpu-rl gpu-wheels real
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -102,6 +102,12 @@ docs:  ## build the documentation site into build/site; warnings are errors
 
 aot:  ## compile models for GPUs and TPUs without having them, into docs/internals/measurements/compiled.md (hours; can be stopped and continued); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_aot $(FLAGS)
+
+decode-guard: PYTHON = python3.12
+decode-guard:  ## count the kernels and bytes of a decode step for an H200 with JAX 0.11, which needs Python 3.12; PYTHON=python3.13
+	$(PYTHON) -m venv --clear build/decode-guard
+	build/decode-guard/bin/python -m pip install --quiet --editable '.[test]' 'jax==0.11.*'
+	SKYRL_TX_REQUIRE_ENVIRONMENTS=1 build/decode-guard/bin/python -m pytest -q -m slow -k decode_step tests/unit/benchmarks/test_plan_programs.py
 
 gpu:  ## test the GPU of this machine and measure its speed (under nine minutes; can be stopped and continued); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_gpu $(FLAGS)
