@@ -37,7 +37,7 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
             logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
             logits_V = adjuster.adjust(logits_V) if adjuster else logits_V
             rows.append(scaled_logprobs(logits_V, params.temperature))
-        tokens.append(choose(rows[-1], params, draw_uniform(params.seed, sample.index, position)))
+        tokens.append(choose(rows[-1], params, draw_uniform(params.seed % 2**64, sample.index, position)))
         if tokens[-1] in sample.stops:
             break
     # Look up the log-probabilities of the tokens.
@@ -76,10 +76,11 @@ def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
     weights = np.exp(logprobs_V)
     if math.isnan(weights[0]):
         return 0  # the model has diverged; its log-probabilities are NaN as well
+
     # Min-p.
     if min_p := params.active_controls.min_p:
         weights = np.where(weights < min_p * weights.max(), 0.0, weights)
-    if params.top_k <= 0 and params.top_p >= 1:
+    if not 0 < params.top_k < len(weights) and params.top_p >= 1:
         return _pick(weights, uniform)
 
     # Top-k.
@@ -97,9 +98,8 @@ def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
 def _pick(weights: Floats, uniform: float) -> int:
     """Return the index at which the sum of the weights exceeds this share of their total."""
     until = np.cumsum(weights)
-    return min(
-        int(np.searchsorted(until, uniform * until[-1], side="right")), len(until) - 1
-    )  # the product may round up
+    index = int(np.searchsorted(until, uniform * until[-1], side="right"))
+    return min(index, len(until) - 1)  # the product may round up to the total
 
 
 def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: int) -> PromptResult:
@@ -145,7 +145,7 @@ def _draw_alternatives(logits_TV: Floats, count: int, params: SamplingParams) ->
     for position, logits_V in enumerate(logits_TV):
         logprobs_V = scaled_logprobs(logits_V, params.temperature)
         for k in range(count):
-            uniform = draw_uniform(params.seed, k, position, 1)
+            uniform = draw_uniform(params.seed % 2**64, k, position, 1)
             token = choose(logprobs_V, SamplingParams(seed=0, temperature=params.temperature), uniform)
             ids[position, k], values[position, k] = token, logprobs_V[token]
     return TopK(token_ids=ids, logprobs=values)
