@@ -11,7 +11,7 @@ from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.bigram import fresh_adapter, gradient, log_softmax, logits
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.testing.fake.sampling import choose, draw_uniform
+from skyrl_tx.testing.fake.sampling import choose
 
 VOCAB = 8
 
@@ -116,5 +116,5 @@ def test_top_p_applies_after_top_k(top_k, top_p, kept):
     """Top-k leaves two of 0.4, 0.2, 0.2, 0.2, renormalised to 2/3 and 1/3."""
     probabilities = np.log(np.array([0.4, 0.2, 0.2, 0.2]))
     params = SamplingParams(seed=0, top_k=top_k, top_p=top_p)
-    drawn = {choose(probabilities, params, draw_uniform(seed)) for seed in range(60)}
+    drawn = {choose(probabilities, params, np.random.default_rng(seed)) for seed in range(60)}
     assert drawn == kept
