@@ -37,6 +37,7 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
             logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
             logits_V = adjuster.adjust(logits_V) if adjuster else logits_V
             rows.append(scaled_logprobs(logits_V, params.temperature))
+
         draw = np.random.default_rng([params.seed % 2**64, sample.index, position])
         tokens.append(choose(rows[-1], params, draw))
         if tokens[-1] in sample.stops:
