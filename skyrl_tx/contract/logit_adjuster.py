@@ -12,6 +12,7 @@ from skyrl_tx.contract.batches import SampleRequest
 
 MAX_COUNT = 2**16 - 1
 """The largest count of a token; the frequency penalty does not grow further."""
+_ALL = np.uint32(2**32 - 1)
 
 
 class LogitAdjuster:
@@ -22,7 +23,7 @@ class LogitAdjuster:
         self.controls = controls = request.params.active_controls
         self._vocab_size = vocab_size
         self._num_drawn = 0
-        self._stop_W = _pack_tokens(stops, vocab_size)
+        self._stop_W = pack_tokens(stops, vocab_size)
         self._constraint = None if request.make_constraint is None else request.make_constraint()
 
         # Rows of the device's arrays
@@ -30,7 +31,7 @@ class LogitAdjuster:
         self.count_V: Uint16Array | None = np.zeros(vocab_size, np.uint16) if has_counts else None
         """How often the sample has each token; None without a penalty that depends on it."""
         prompt = set(request.prompt.tolist())
-        self.seen_W = None if controls.repetition_penalty == 1 else _pack_tokens(prompt, vocab_size)
+        self.seen_W = None if controls.repetition_penalty == 1 else pack_tokens(prompt, vocab_size)
         """A bit for each token of the prompt and the sample; None without a repetition penalty."""
 
         # `min_p` alone changes no logits
@@ -94,16 +95,13 @@ class LogitAdjuster:
         return bits.astype(np.bool_)
 
 
-_ALL = np.uint32(2**32 - 1)
-
-
 def count_words(vocab_size: int) -> int:
     """Return the number of words W that hold a bit per token."""
     return -(-vocab_size // 32)
 
 
-def _pack_tokens(tokens: Iterable[int], vocab_size: int) -> Uint32Array:
-    """Return words with the bits of these tokens set."""
+def pack_tokens(tokens: Iterable[int], vocab_size: int) -> Uint32Array:
+    """Return uint32 [W] with the bits of these tokens set."""
     is_set_V = np.zeros(count_words(vocab_size) * 32, np.bool_)
     is_set_V[list(tokens)] = True
     return np.packbits(is_set_V, bitorder="little").view(np.uint32)

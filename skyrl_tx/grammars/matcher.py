@@ -12,6 +12,7 @@ import numpy as np
 
 from skyrl_tx.contract.arrays import Uint32Array
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.logit_adjuster import pack_tokens
 from skyrl_tx.contract.requests import Constraint
 from skyrl_tx.grammars.grammar import clean_error, make_limits, write_grammar
 
@@ -31,13 +32,13 @@ class TextMatcher:
         matcher: "LLMatcher",
         eos: Collection[int],
         stops: Collection[int],
-        num_words: int,
+        vocab_size: int,
         threads: ThreadPoolExecutor,
         errors: list[UserError],
     ) -> None:
         """Begin to compute the tokens that may come first.
 
-        `matcher` belongs to this sample and has a mask of at least `num_words` words. `eos` are the
+        `matcher` belongs to this sample and has a mask of at least `vocab_size` bits. `eos` are the
         tokens that it allows when the text is complete. Instead, `stops` are allowed. If the
         grammar exceeds a limit of the library, the error is added to `errors` and the sample can
         only stop: an exception would interrupt the samples of other requests.
@@ -45,7 +46,7 @@ class TextMatcher:
         self._matcher = matcher
         self._threads = threads
         self._errors = errors
-        self._eos, self._stops = _make_mask(eos, num_words), _make_mask(stops, num_words)
+        self._eos, self._stops = pack_tokens(eos, vocab_size), pack_tokens(stops, vocab_size)
         self._stop_tokens = frozenset(stops)
         self._next = threads.submit(self._compute)
 
@@ -75,13 +76,6 @@ class TextMatcher:
         return mask
 
 
-def _make_mask(tokens: Collection[int], num_words: int) -> Uint32Array:
-    mask = np.zeros(num_words, np.uint32)
-    for token in tokens:
-        mask[token // 32] |= np.uint32(1 << token % 32)
-    return mask
-
-
 class GrammarCompiler:
     """Compiles constraints for the tokenizer of one model, in threads."""
 
@@ -104,8 +98,7 @@ class GrammarCompiler:
 
     def make_matcher(self, compiled: "LLMatcher", stops: Collection[int], errors: list[UserError]) -> TextMatcher:
         """Return a matcher for a new sample, which the tokens `stops` end. See `TextMatcher` for `errors`."""
-        num_words = -(-self._vocab_size // 32)
-        return TextMatcher(compiled.deep_copy(), self._eos, stops, num_words, self._threads, errors)
+        return TextMatcher(compiled.deep_copy(), self._eos, stops, self._vocab_size, self._threads, errors)
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""
