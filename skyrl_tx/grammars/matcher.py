@@ -57,9 +57,11 @@ class TextMatcher:
     def accept(self, token: int) -> None:
         """Continue after a token, and begin to compute the tokens that may follow."""
         if token not in self._stop_tokens:  # a stop token ends the sample
-            self._next = self._threads.submit(self._advance, token)
+            self._next = self._threads.submit(self._advance, self._next, token)
 
-    def _advance(self, token: int) -> Uint32Array:
+    def _advance(self, previous: "Future[Uint32Array]", token: int) -> Uint32Array:
+        # A matcher is not safe for several threads. This cannot deadlock: `previous` started before.
+        previous.result()
         self._matcher.consume_token(token)
         return self._compute()
 

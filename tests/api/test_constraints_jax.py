@@ -95,4 +95,5 @@ def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: p
         assert not interrupted.done()
         with live_engine(EngineSettings(**common), make_backend()):
             assert interrupted.result() == expected
-    assert all(re.fullmatch(PATTERN, text) for text in expected)
+    # The token that ends a sample of the fake model is "!" in this tokenizer.
+    assert all(re.fullmatch(PATTERN, text.removesuffix("!")) for text in expected)

@@ -37,7 +37,7 @@ _GROUPS = (
     "session",
 )
 """The order of the groups. Sessions are last, because the SDK sends the first heartbeat after ten seconds."""
-_LOGGERS = ("tinker", "httpx", "asyncio", "transformers", "huggingface_hub")
+_LOGGERS = ("tinker", "httpx", "asyncio", "huggingface_hub")
 """Loggers whose messages would be printed between the rows."""
 
 
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"the tinker SDK is not installed: pip install '{DISTRIBUTION}[conformance]'")
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers would advise to install torch
     rows = _select(arguments.only)
     budget = sum(row.tokens for row in rows) + _SHARED_TOKENS
     if arguments.list:
