@@ -27,7 +27,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, Prepa
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.launch.engine_process import FULL_COLLECTION_AFTER
-from skyrl_tx.process.setup import restart_with_huge_pages, tune_garbage_collection
+from skyrl_tx.process.setup import restart_with_huge_pages, tune_interpreter
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 
 MODEL = ModelId("model")
@@ -156,5 +156,5 @@ def _run_in_child(options: argparse.Namespace, model: Path, threads: int) -> dic
 if __name__ == "__main__":
     if "--one-run" in sys.argv:  # as the engine process does
         restart_with_huge_pages()
-        tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
+        tune_interpreter(full_collection_after=FULL_COLLECTION_AFTER)
     main()

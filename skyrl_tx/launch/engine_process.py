@@ -48,7 +48,7 @@ from skyrl_tx.process.setup import (
     LogLevel,
     configure_logging,
     enable_huge_pages,
-    tune_garbage_collection,
+    tune_interpreter,
 )
 from skyrl_tx.process.signals import (
     ServiceThread,
@@ -67,7 +67,7 @@ _log = logging.getLogger(__name__)
 _OPEN_AGAIN_S = 1.0
 _RECORD_S = 5.0
 FULL_COLLECTION_AFTER = 20
-"""Smaller garbage collections before a full one, see `tune_garbage_collection`."""
+"""Smaller garbage collections before a full one, see `tune_interpreter`."""
 STUCK_STATUS = 75
 """Exit status of an engine with a backend call that does not return (EX_TEMPFAIL)."""
 MIN_INTERPRETER_TIMEOUT_S = 30.0
@@ -272,7 +272,7 @@ def _run(
     second_signal_exits: bool,
 ) -> None:
     """Run the engine, or follow rank 0 on the other hosts. Returns after a clean stop."""
-    tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
+    tune_interpreter(full_collection_after=FULL_COLLECTION_AFTER)
     if launch.hosts.rank > 0:
         _follow(launch.hosts, on_ready)
         return

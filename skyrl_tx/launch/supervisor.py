@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -47,7 +46,7 @@ from skyrl_tx.launch.engine_process import (
 from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, assign_devices, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.memory import ENGINES_ON_HOST
-from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
+from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_interpreter
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.store import checkpoints, futures, keys, models
@@ -65,12 +64,7 @@ _MAX_STARTS = 5
 """Starts in a row without progress before the server gives up. They take less than four seconds."""
 _DATABASE_RETRY_S = 0.5
 _FULL_COLLECTION_AFTER = 1_000
-"""Smaller garbage collections before a full one: practically never, see `tune_garbage_collection`."""
-_THREAD_TURN_S = 0.001
-"""How long a thread of the API may compute while other threads wait; Python's default is 5 ms.
-
-A call waits for such a turn of each computing thread about ten times until it has its response.
-"""
+"""Smaller garbage collections before a full one: practically never, see `tune_interpreter`."""
 
 
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
@@ -137,8 +131,7 @@ def _run_api(
     engines: Sequence[EngineSupervisor],
 ) -> None:
     """Run the API and watch the engines until a signal."""
-    tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-    sys.setswitchinterval(_THREAD_TURN_S)
+    tune_interpreter(full_collection_after=_FULL_COLLECTION_AFTER)
     with record_notices(store, "api"):
         asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
 

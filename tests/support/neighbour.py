@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +43,11 @@ NUM_RUNS, NUM_SESSIONS, NUM_POINTS = 300, 40, 3000
 RESULT_NUMBERS = 3 * 2**20
 """Numbers of the large result: 12 MiB in the database, and about 64 MiB as JSON."""
 PAUSE_S = 0.02
+SETTLE_S = 1.0
+"""Time between Ann's first calls and the first call of Bob that is measured."""
 WEIGHTS = "weights urls, silent store"
 UPLOAD = {"base_model": "fake", "lora_config": {"rank": 8}}
-STREAM = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 2000, "stream": True, "ignore_eos": True}
+STREAM = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,11 @@ def list_loads(fixture: Fixture) -> list[Load]:
     return [*control, *data, Load("text of 4 MiB", CONTROL_S, 4, "/v1/completions", text)]
 
 
-def run_load(url: str, key: str, cookie: str, load: Load, stop: Event) -> None:
-    """Make Ann's calls on all connections until `stop` is set. Runs in a separate process."""
+def run_load(url: str, key: str, cookie: str, load: Load, sent: Semaphore, stop: Event) -> None:
+    """Make Ann's calls on all connections until `stop` is set. Runs in a separate process.
+
+    `sent` is released for each call.
+    """
     body = None if load.body is None else dict(load.body)
     if load.num_numbers and body is not None:
         body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [7] * load.num_numbers}]}
@@ -189,6 +194,7 @@ def run_load(url: str, key: str, cookie: str, load: Load, stop: Event) -> None:
             try:
                 while not stop.is_set():
                     connection.request("GET" if content is None else "POST", load.path, content, headers)
+                    sent.release()
                     if load.is_stalled:
                         stop.wait()
                         return
@@ -265,11 +271,14 @@ def measure(bob: Bob, seconds: float, *, with_samples: bool) -> dict[str, list[f
 def calling(url: str, key: str, cookie: str, load: Load) -> Generator[None]:
     """Make Ann's calls while the context is open."""
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    process = context.Process(target=run_load, args=(url, key, cookie, load, stop), daemon=True)
+    sent, stop = context.Semaphore(0), context.Event()
+    process = context.Process(target=run_load, args=(url, key, cookie, load, sent, stop), daemon=True)
     process.start()
-    time.sleep(3.0)
     try:
+        for _ in range(load.num_connections):  # the process imports for some seconds
+            if not sent.acquire(timeout=60):
+                raise RuntimeError(f"{load.path}: a call could not be sent in 60 s")
+        time.sleep(SETTLE_S)
         yield
     finally:
         stop.set()

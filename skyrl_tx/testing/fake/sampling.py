@@ -5,9 +5,12 @@ open data of earlier releases compare tokens, so they must not change.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import SamplingParams
@@ -18,6 +21,24 @@ from skyrl_tx.testing.fake.bigram import Floats, Pair, log_softmax, logits
 _NO_LOGPROB = -99999.0
 
 
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The distribution of the next token."""
+
+    logprobs_V: Floats
+    """Log-probabilities at the temperature, before filters. Greedy uses temperature 1."""
+    tokens: NDArray[np.intp]
+    """The tokens that remain after the filters, likeliest first."""
+    until: Floats
+    """The probability of each remaining token and of all before it. The last one is 1."""
+
+    def draw(self, entropy: Sequence[int]) -> int:
+        """Draw one token. Equal `entropy` gives the same token."""
+        # The same number as default_rng(entropy).random(), which takes longer
+        number = (np.random.PCG64(_split_words(entropy)).random_raw() >> 11) * 2.0**-53
+        return int(self.tokens[np.searchsorted(self.until, number, side="right")])
+
+
 def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_tokens: int) -> SampleDelta:
     """Draw up to `slice_tokens` tokens of a sample, or fewer if it ends."""
     request, params = sample.request, sample.request.params
@@ -26,67 +47,70 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
     prompt = describe_prompt(request, adapter, vocab_size) if is_first else None
     # Draw tokens until the sample ends.
     tokens: list[int] = []
+    logprobs: list[float] = []
     rows: list[Floats] = []
     adjuster = sample.adjuster if sample.is_adjusted else None
     num_steps = 1 if adjuster else min(slice_tokens, sample.num_left)
+    filters = (params.temperature, params.top_k, params.top_p, params.active_controls.min_p)
     for position in range(sample.num_drawn, sample.num_drawn + num_steps):
         previous = tokens[-1] if tokens else sample.last_token
         if adapter is None and adjuster is None:
-            rows.append(_base_logprobs(previous, vocab_size, params.temperature))
+            distribution = _make_base_distribution(previous, vocab_size, filters)
         else:
             logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
-            logits_V = adjuster.adjust(logits_V) if adjuster else logits_V
-            rows.append(scaled_logprobs(logits_V, params.temperature))
+            distribution = make_distribution(adjuster.adjust(logits_V) if adjuster else logits_V, *filters)
 
-        draw = np.random.default_rng([params.seed % 2**64, sample.index, position])
-        tokens.append(choose(rows[-1], params, draw))
+        tokens.append(distribution.draw((params.seed % 2**64, sample.index, position)))
+        logprobs.append(distribution.logprobs_V[tokens[-1]])
+        rows.append(distribution.logprobs_V)
         if tokens[-1] in sample.stops:
             break
-    # Look up the log-probabilities of the tokens.
-    logprobs_TV, count = np.stack(rows), request.options.sample_topk
-    logprobs = logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32)
-    return sample.take(np.array(tokens, np.int32), logprobs, top(logprobs_TV, count) if count else None, prompt)
+    # Look up the likeliest tokens.
+    count = request.options.sample_topk
+    topk = top(np.stack(rows), count) if count else None
+    return sample.take(np.array(tokens, np.int32), np.array(logprobs, np.float32), topk, prompt)
 
 
-def scaled_logprobs(logits_V: Floats, temperature: float) -> Floats:
-    """Return log-probabilities at the temperature, before filters. Greedy uses temperature 1."""
-    return log_softmax(logits_V / (temperature or 1.0))
-
-
-@lru_cache(maxsize=4096)
-def _base_logprobs(token: int, vocab_size: int, temperature: float) -> Floats:
-    """Return the log-probabilities after one token, without an adapter."""
-    return scaled_logprobs(logits(np.array([token], np.int32), None, vocab_size)[0], temperature)
-
-
-def choose(logprobs_V: Floats, params: SamplingParams, draw: np.random.Generator) -> int:
-    """Draw one token. A model that has diverged gives token 0.
-
-    The log-probabilities come from `scaled_logprobs`.
-    """
-    if params.temperature == 0:
-        return int(np.argmax(logprobs_V))
+def make_distribution(
+    logits_V: Floats, temperature: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> Distribution:
+    """Return the distribution of a token. A model that has diverged gives token 0."""
+    logprobs_V = log_softmax(logits_V / (temperature or 1.0))
     weights = np.exp(logprobs_V)
     if math.isnan(weights[0]):
-        return 0  # the model has diverged; its log-probabilities are NaN as well
+        return Distribution(logprobs_V, np.array([0]), np.ones(1))  # the log-probabilities are NaN as well
+    if temperature == 0:
+        return Distribution(logprobs_V, np.array([np.argmax(logprobs_V)]), np.ones(1))
 
     # Min-p.
-    if min_p := params.active_controls.min_p:
+    if min_p:
         weights = np.where(weights < min_p * weights.max(), 0.0, weights)
     # Top-k.
     order = np.argsort(-weights, kind="stable")
-    if params.top_k > 0:
-        order = order[: params.top_k]
+    if top_k > 0:
+        order = order[:top_k]
     weights = weights[order]
 
     # Top-p of the remaining tokens: the likeliest ones until their sum reaches top_p, but at least
     # one.
-    if params.top_p < 1:
-        weights = weights[np.cumsum(weights) - weights < params.top_p * weights.sum()]
-
-    # `draw.choice` would draw the same token, but checks its arguments for longer than that.
+    if top_p < 1:
+        weights = weights[np.cumsum(weights) - weights < top_p * weights.sum()]
     until = np.cumsum(weights / weights.sum())
-    return int(order[np.searchsorted(until / until[-1], draw.random(), side="right")])
+    return Distribution(logprobs_V, order[: len(until)], until / until[-1])
+
+
+@lru_cache(maxsize=4096)
+def _make_base_distribution(token: int, vocab_size: int, filters: tuple[float, int, float, float]) -> Distribution:
+    """Return the distribution after one token, without an adapter."""
+    return make_distribution(logits(np.array([token], np.int32), None, vocab_size)[0], *filters)
+
+
+def _split_words(entropy: Sequence[int]) -> NDArray[np.uint32]:
+    """Return words of 32 bits, as numpy splits the numbers of a seed."""
+    words: list[int] = []
+    for number in entropy:
+        words += [number % 2**32, number >> 32] if number >= 2**32 else [number]
+    return np.array(words, np.uint32)
 
 
 def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: int) -> PromptResult:
@@ -130,9 +154,8 @@ def _draw_alternatives(logits_TV: Floats, count: int, params: SamplingParams) ->
     ids = np.zeros((len(logits_TV), count), np.int32)
     values = np.zeros((len(logits_TV), count), np.float32)
     for position, logits_V in enumerate(logits_TV):
-        logprobs_V = scaled_logprobs(logits_V, params.temperature)
+        distribution = make_distribution(logits_V, params.temperature)
         for k in range(count):
-            draw = np.random.default_rng([params.seed % 2**64, k, position, 1])
-            token = choose(logprobs_V, SamplingParams(seed=0, temperature=params.temperature), draw)
-            ids[position, k], values[position, k] = token, logprobs_V[token]
+            token = distribution.draw((params.seed % 2**64, k, position, 1))
+            ids[position, k], values[position, k] = token, distribution.logprobs_V[token]
     return TopK(token_ids=ids, logprobs=values)

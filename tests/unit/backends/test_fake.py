@@ -11,7 +11,7 @@ from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.bigram import fresh_adapter, gradient, log_softmax, logits
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.testing.fake.sampling import choose
+from skyrl_tx.testing.fake.sampling import make_distribution
 
 VOCAB = 8
 
@@ -115,6 +115,12 @@ def test_prompt_questions():
 def test_top_p_applies_after_top_k(top_k, top_p, kept):
     """Top-k leaves two of 0.4, 0.2, 0.2, 0.2, renormalised to 2/3 and 1/3."""
     probabilities = np.log(np.array([0.4, 0.2, 0.2, 0.2]))
-    params = SamplingParams(seed=0, top_k=top_k, top_p=top_p)
-    drawn = {choose(probabilities, params, np.random.default_rng(seed)) for seed in range(60)}
-    assert drawn == kept
+    distribution = make_distribution(probabilities, 1.0, top_k, top_p)
+    assert {distribution.draw([seed]) for seed in range(60)} == kept
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63 + 5, 2**64 - 1])
+def test_tokens_are_drawn_by_the_numbers_of_a_numpy_generator(seed: int) -> None:
+    distribution = make_distribution(np.zeros(1000), 1.0)
+    number = np.random.default_rng([seed, 3, 2]).random()
+    assert distribution.draw([seed, 3, 2]) == int(number * 1000)

@@ -20,7 +20,7 @@ from skyrl_tx.process.setup import (
     get_url,
     listen,
     raise_file_limit,
-    tune_garbage_collection,
+    tune_interpreter,
 )
 from tests.support.certificates import create_certificate
 from tests.support.child_process import run_in_own_process
@@ -100,7 +100,7 @@ class Node:
 def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None:
     before = gc.get_threshold()
     try:
-        tune_garbage_collection(full_after=30)
+        tune_interpreter(full_collection_after=30)
         assert gc.get_threshold()[2] == 30 and gc.get_freeze_count() > 1000
         node = weakref.ref(Node())
         assert node() is not None
