@@ -62,8 +62,9 @@ CUSTOM_LOSSES = """\
 server then evaluates it in one forward/backward request ([guide](../guides/losses.md)): for each
 datum in float32, and the values are summed. The result has `loss:sum` and the metrics that the loss
 returns. A loss may use the functions and methods below, arithmetic, comparisons, `&`, `|`, `^` and
-`~` of bool tensors, `x[...]` with whole numbers, `None`, `...` and slices such as `x[1:]` and
-`x[:-1]`, `x.shape` and `x.ndim`. An upload with anything else is refused with the name of the node."""
+`~` of bool tensors, `x[...]` with whole numbers, `None`, `...` and slices such as `x[1:]`, `x[:-1]`
+and `x[:4]`, `x.shape` and `x.ndim`. An upload with anything else is refused with the name of the
+node."""
 
 LOSS_NOTES = {
     "stable_reinforce": """\

@@ -4,13 +4,16 @@ The API compiles the client's loss to this form, requests carry it, and backends
 is evaluated once per datum, and the values are summed. All numbers are float32 or bool.
 
 Every dimension of a value has one of three symbols: "T" is the number of positions of the datum,
-"K" is the number of targets per position, and "1" is one. "T" and "K" may be shortened by slices. A
-value has "T" and "K" at most once each, so no value has more elements than an input [T, K].
+"K" is the number of targets per position, and "1" is one. Slices shorten a dimension, and
+concatenations lengthen it, by a number of elements that does not depend on the datum. So a dimension
+of the symbol "1" has a fixed size. A value has "T" and "K" at most once each, and `MAX_FIXED` limits
+the other sizes.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 CUSTOM = "custom"
@@ -27,19 +30,26 @@ MAX_ELEMENTS = 2**26
 """Maximum number of elements of all values of a loss on one datum: 256 MiB."""
 MAX_EXACT = 2**24
 """Whole numbers up to this one are exact in float32."""
+MAX_FIXED = 64
+"""Maximum product of the fixed sizes of a value, and of the elements that concatenations add to "T" or "K"."""
 
 Symbol = Literal["T", "K", "1"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dimension: its symbol, and how many elements slices have removed from it."""
+    """A dimension: its symbol, and how many elements slices have removed from it.
+
+    A negative number says how many elements concatenations have added.
+    """
 
     symbol: Symbol
     cut: int = 0
 
     def __str__(self) -> str:
-        return f"{self.symbol}-{self.cut}" if self.cut else self.symbol
+        if self.symbol == "1":
+            return str(1 - self.cut)
+        return f"{self.symbol}{-self.cut:+}" if self.cut else self.symbol
 
 
 ONE = Dim("1")
@@ -115,18 +125,20 @@ class CustomLoss:
         for dim in (dim for shape in shapes for dim in shape):
             minimum[dim.symbol] = max(minimum[dim.symbol], dim.cut + 1)
 
-        # An index of "select" must exist.
+        # The elements that an operation reads must exist.
         for operation in self.operations:
-            if operation.name == "select":
-                axis, index = operation.options
-                dim = shapes[operation.values[0]][axis]
-                minimum[dim.symbol] = max(minimum[dim.symbol], dim.cut + (index + 1 if index >= 0 else -index))
+            if operation.name in _READS_ELEMENTS:
+                dim = shapes[operation.values[0]][operation.options[0]]
+                minimum[dim.symbol] = max(minimum[dim.symbol], dim.cut + _count_read(operation))
 
-        kinds = Counter(frozenset(dim.symbol for dim in shape) - {"1"} for shape in shapes)
+        # The number of elements of each value is a polynomial of the sizes.
+        counts = Counter[str]()
+        for shape in shapes:
+            counts.update(_count_elements(shape))
         return Needs(
             positions=minimum["T"],
             targets=minimum["K"],
-            elements=tuple(kinds[frozenset(symbols)] for symbols in ((), ("T",), ("K",), ("T", "K"))),
+            elements=tuple(counts[symbols] for symbols in ("", "T", "K", "TK")),
         )
 
 
@@ -134,8 +146,8 @@ class CustomLoss:
 class Needs:
     """The requirements of a loss: minimum positions and targets of a datum, and memory.
 
-    A smaller datum would leave a value of the loss empty. `elements` counts the values that are
-    scalars, [T], [K] and [T, K], in this order.
+    A smaller datum would leave a value of the loss empty, or lack an element. All values together
+    have a number of elements that is the sum of `elements` times 1, T, K and T K, in this order.
     """
 
     positions: int
@@ -174,6 +186,10 @@ OTHERS = frozenset(
         "select",  # options: axis, index; a negative index counts from the end
         "size",  # options: an axis; the result is its size, a scalar
         "broadcast",  # the first value, broadcast to the common shape of both
+        "window",  # options: axis, index of the first element, number of elements; as in "select"
+        "concat",  # options: axis; only one value may have the symbol "T" or "K" there
+        "topk",  # options: axis, k; the k largest elements, which are sorted from the largest
+        "argtopk",  # options: axis, k; the indices of the elements of "topk"
     }
 )
 OPERATIONS = UNARY | BINARY | REDUCTIONS | ALONG_AXIS | OTHERS
@@ -185,6 +201,16 @@ GIVES_BOOL = frozenset(
 
 All other operations return float32, or the type of the values that they read.
 """
+_READS_ELEMENTS = frozenset({"select", "window", "topk", "argtopk"})
+"""Operations that need a number of elements on an axis, see `_count_read`."""
+
+
+def _count_read(operation: Operation) -> int:
+    """Return how many elements an axis needs for one of `_READS_ELEMENTS`."""
+    if operation.name in ("topk", "argtopk"):
+        return operation.options[1]
+    first, *count = operation.options[1:]
+    return -first if first < 0 else first + sum(count or [1])
 
 
 def result_shape(operation: Operation, shapes: Sequence[Shape]) -> Shape:
@@ -209,13 +235,41 @@ def result_shape(operation: Operation, shapes: Sequence[Shape]) -> Shape:
     axis = options[0]
     if name == "unsqueeze":
         return (*shape[:axis], ONE, *shape[axis:])
+    if name == "concat":
+        return _concat_shapes(shapes, axis)
+    if name in _READS_ELEMENTS and shape[axis].symbol == "1" and _count_read(operation) > 1 - shape[axis].cut:
+        raise ShapeError(f"dimension {axis} of {shape_text(shape)} is too small")
     if name == "slice":
-        cut = Dim(shape[axis].symbol, shape[axis].cut + options[1] + options[2])
-        return (*shape[:axis], cut, *shape[axis + 1 :])
+        return _replace_dim(shape, axis, Dim(shape[axis].symbol, shape[axis].cut + options[1] + options[2]))
+    if name in ("window", "topk", "argtopk"):
+        return _replace_dim(shape, axis, Dim("1", 1 - options[-1]))
     if name in ("squeeze", "select"):
         return (*shape[:axis], *shape[axis + 1 :])
     assert name in ALONG_AXIS, name
     return shape
+
+
+def _replace_dim(shape: Shape, axis: int, dim: Dim) -> Shape:
+    """Return a shape with another dimension. Raises ShapeError if the dimension has no elements, or too many."""
+    result = (*shape[:axis], dim, *shape[axis + 1 :])
+    if dim.symbol == "1" and dim.cut > 0:
+        raise ShapeError(f"dimension {axis} of {shape_text(shape)} is too small")
+    check_shape(result)
+    return result
+
+
+def _concat_shapes(shapes: Sequence[Shape], axis: int) -> Shape:
+    dims = [shape[axis] for shape in shapes]
+    others = [dim for dim in dims if dim.symbol != "1"]
+    if len(others) > 1 or len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
+        raise ShapeError(
+            f"shapes {' and '.join(map(shape_text, shapes))} cannot be joined on dimension {axis}: only one of them "
+            "may depend on the datum there, and the other dimensions must be equal"
+        )
+    fixed = sum(1 - dim.cut for dim in dims if dim.symbol == "1")
+    return _replace_dim(
+        shapes[0], axis, Dim(others[0].symbol, others[0].cut - fixed) if others else Dim("1", 1 - fixed)
+    )
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
@@ -239,6 +293,24 @@ def check_shape(shape: Shape) -> None:
     symbols = [dim.symbol for dim in shape if dim.symbol != "1"]
     if len(set(symbols)) < len(symbols):
         raise ShapeError(f"shape {shape_text(shape)} grows with the square of the length, which is not supported")
+    added = max((-dim.cut for dim in shape if dim.symbol != "1"), default=0)
+    if max(added, prod(1 - dim.cut for dim in shape if dim.symbol == "1")) > MAX_FIXED:
+        raise ShapeError(
+            f"shape {shape_text(shape)} has more than {MAX_FIXED} elements that do not depend on the datum"
+        )
+
+
+def _count_elements(shape: Shape) -> Counter[str]:
+    """Return the number of elements as a polynomial: the coefficients of "", "T", "K" and "TK".
+
+    For example, [T+1, K, 2] has 2 T K + 2 K elements. Slices do not count, because their padded
+    arrays are not shorter.
+    """
+    counts = Counter({"": prod(1 - dim.cut for dim in shape if dim.symbol == "1")})
+    for dim in sorted((dim for dim in shape if dim.symbol != "1"), key=lambda dim: dim.symbol != "T"):
+        added = Counter({symbols: count * max(-dim.cut, 0) for symbols, count in counts.items()})
+        counts = added + Counter({symbols + dim.symbol: count for symbols, count in counts.items()})
+    return counts
 
 
 def shape_text(shape: Shape) -> str:

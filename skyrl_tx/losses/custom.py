@@ -132,22 +132,65 @@ def _compute(
     axis = options[0]
     if name == "squeeze":
         return jnp.squeeze(x, axis)
+    if name == "concat":
+        return _concat(operands, shapes, shape, axis, sizes)
+    if name in ("topk", "argtopk"):
+        return _select_largest(_mask_padding(x, shapes[0], [axis], -jnp.inf, sizes), axis, options[1], name)
+
+    # Operations that need the size of the axis.
     size = _count_elements(shapes[0][axis], sizes)
     if name == "size":
         return size.astype(jnp.float32)
     if name == "select":
         index = options[1]
         return jnp.take(x, jnp.asarray(index) if index >= 0 else size + index, axis=axis, mode="clip")
+    if name == "window":
+        first = options[1] if options[1] >= 0 else size + options[1]
+        return jnp.take(x, first + jnp.arange(options[2]), axis=axis, mode="clip")
 
-    # A slice is as long as `x`. Its padding repeats the last element of the slice.
+    # The padding of a slice repeats its last element.
     assert name == "slice", name
     last = _count_elements(shape[axis], sizes) - 1
-    return jnp.take(x, options[1] + jnp.minimum(jnp.arange(x.shape[axis]), last), axis=axis, mode="clip")
+    length = _pad_length(shape[axis], shapes[0][axis], x.shape[axis])
+    return jnp.take(x, options[1] + jnp.minimum(jnp.arange(length), last), axis=axis, mode="clip")
+
+
+def _concat(operands: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, axis: int, sizes: Sizes) -> jax.Array:
+    """Join arrays along an axis, without the padding between them."""
+    # For each array, the position in the result where it ends, and its padding
+    end, ends = jnp.asarray(0, jnp.int32), list[tuple[jax.Array, jax.Array]]()
+    for x, dims in zip(operands, shapes, strict=True):
+        size = _count_elements(dims[axis], sizes)
+        end = end + size
+        ends.append((end, x.shape[axis] - size))
+
+    # Skip the padding. The padding of the result repeats its last element.
+    longest = max(range(len(shapes)), key=lambda index: shapes[index][axis].symbol == shape[axis].symbol)
+    length = _pad_length(shape[axis], shapes[longest][axis], operands[longest].shape[axis])
+    position = jnp.minimum(jnp.arange(length), end - 1)
+    skipped = sum((jnp.where(position >= stop, padding, 0) for stop, padding in ends[:-1]), jnp.zeros_like(position))
+    return jnp.take(jnp.concatenate(operands, axis), position + skipped, axis=axis, mode="clip")
+
+
+def _select_largest(x: jax.Array, axis: int, count: int, name: str) -> jax.Array:
+    """Return the `count` largest elements along an axis, or their indices as float32."""
+    values, indices = jax.lax.top_k(jnp.moveaxis(x, axis, -1), count)
+    return jnp.moveaxis(values if name == "topk" else indices.astype(jnp.float32), -1, axis)
+
+
+def _pad_length(dim: Dim, other: Dim, length: int) -> int:
+    """Return the padded length of a dim. Another dim of the same symbol has the padded length `length`.
+
+    Slices do not shorten the padded length.
+    """
+    if dim.symbol == "1":
+        return 1 - dim.cut
+    return length + max(-dim.cut, 0) - max(-other.cut, 0)
 
 
 def _count_elements(dim: Dim, sizes: Sizes) -> jax.Array:
     """Return the number of elements of a dim, without padding."""
-    return jnp.asarray(1, jnp.int32) if dim.symbol == "1" else sizes[dim.symbol] - dim.cut
+    return jnp.asarray(1, jnp.int32) - dim.cut if dim.symbol == "1" else sizes[dim.symbol] - dim.cut
 
 
 def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, sizes: Sizes) -> jax.Array:

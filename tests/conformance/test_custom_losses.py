@@ -91,6 +91,23 @@ def test_an_index_out_of_range_gives_nan_for_its_position_only() -> None:
     assert value == 198.0 and gradient.tolist() == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
 
+def test_a_datum_with_fewer_elements_than_a_loss_reads_is_counted() -> None:
+    """The sizes that the engine checks before the loss runs."""
+    nodes = [
+        make_node("placeholder", "logprobs", "logprobs"),
+        make_node("call_method", "largest", "topk", {"ref": "logprobs"}, 3, 0),
+        make_node("call_function", "indices", "getattr", {"ref": "largest"}, "indices"),
+        make_node("call_method", "picked", "gather", {"ref": "logprobs"}, 0, {"ref": "indices"}),
+        make_node("call_method", "total", "sum", {"ref": "picked"}),
+        make_node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]}),
+    ]
+    upload = {"session_id": "s", "custom_loss_seq_id": 0, "name": "loss", "inputs": [{"name": "logprobs", "rank": 2}]}
+    needs = compile_upload({"upload": upload | {"graph": {"format": 1, "nodes": nodes}}}).needs()
+    assert (needs.positions, needs.targets) == (3, 1)
+    # The multiples of 1, T, K and T K: six arrays [T, K] and three [T, K, 3], six [3, K], and three scalars
+    assert needs.elements == (3, 0, 18, 15)
+
+
 def test_the_reference_uses_every_operation(reference: dict[str, Any]) -> None:
     operations = {
         operation.name for described in reference.values() for operation in compile_upload(described).operations

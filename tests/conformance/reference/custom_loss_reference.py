@@ -100,6 +100,44 @@ WHOLE_LOSSES: dict[str, Elementwise] = {
 }
 """Functions of the same arguments that return the loss itself."""
 
+
+def use_largest(x: torch.Tensor, p: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    values, indices = x.topk(2)
+    lowest = torch.topk(x, 2, dim=0, largest=False)
+    return (
+        (values * p.gather(1, indices)).sum()
+        + (x.gather(-1, torch.topk(p, k=1, dim=1, sorted=False).indices).exp() * s).sum()
+        + (lowest.values * p.gather(0, lowest[1])).square().sum()
+        + x[:, 0].topk(3)[0].exp().sum()
+        + (x.sum(1).gather(0, p[1:, 0].topk(2).indices) * x[:2, 1]).sum()
+    )
+
+
+def join_tensors(x: torch.Tensor, p: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    shifted = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    rest = torch.cat([x, x.sum(1, keepdim=True), p[:, :1]], dim=-1)
+    return (
+        (shifted * x.exp() * p).sum()
+        + rest.logsumexp(-1).sum()
+        + rest.cumsum(0)[1:, 1:-1].square().mean() * rest.shape[1]
+        + (torch.concat((x[-2:], x[1:3]), 0) * x[:4]).sum()
+        + torch.cat([rest[:, -2:] > 0.5, p > 0.3], 1).float().mul(rest).sum() * s
+        + torch.cat([x[1:], x[0:1], p[-1:]]).softmax(0)[2:].square().sum()
+    )
+
+
+def stack_tensors(x: torch.Tensor, p: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    columns = torch.stack([x[:, 0], p[:, 1], x.sum(1)], dim=-1)
+    return (
+        columns.softmax(1)[:, 1].sum()
+        + (columns[:, 1:] * columns[:, :-1]).exp().mean()
+        + torch.stack([x, p, x * p]).amax(dim=0).square().sum()
+        + torch.stack((x.sum(), s, x.mean())).logsumexp(0)
+        + torch.stack([x > -1.0, p], 1).square().mul(x.unsqueeze(1)).sum()
+        + columns.topk(2, 1).values.cumsum(-1).sin().sum()
+    )
+
+
 TARGET_LOSSES: dict[str, Elementwise] = {
     "distillation": lambda x, p, s: -(p * x).sum() * s,
     "kl": lambda x, p, s: (p * (torch.log(p) - torch.log_softmax(x, dim=-1))).sum(-1).mean(),
@@ -119,6 +157,9 @@ TARGET_LOSSES: dict[str, Elementwise] = {
         (x.gather(1, (p[:, 1:] * 2.9).long()[:, 0].unsqueeze(1)) * p).sum()
         + torch.gather(x[1:], -1, (p[1:, 0, None] * 2).int().long()).exp().sum()
     ),
+    "topk": use_largest,
+    "cat": join_tensors,
+    "stack": stack_tensors,
     "einsum": lambda x, p, s: (
         torch.einsum("tk,tk->t", x, p).exp().sum()
         + torch.einsum("k, tk, t -> t", x[0], p, x.sum(1)).square().sum()

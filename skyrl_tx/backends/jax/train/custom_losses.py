@@ -37,6 +37,11 @@ _MIN_LENGTH = 32
 _CHUNK_CELLS = 2**15
 """Number of cells (examples x positions x targets) in one array of a chunk.
 A single long example may have more."""
+_CHUNK_ELEMENTS = 2**24
+"""Number of elements of all values of a loss in a chunk: 64 MiB.
+
+A loss whose values are not larger than [T, K] reaches _CHUNK_CELLS first.
+"""
 MAX_SHAPES = 16
 """How many programs one request may need. Each takes seconds to compile."""
 _MAX_PROGRAMS = 128
@@ -80,11 +85,8 @@ class LossShape:
     """The padded number of positions."""
     num_targets: int
     """The padded number of targets per position."""
-
-    @property
-    def chunk_size(self) -> int:
-        """The number of examples in one call."""
-        return max(1, _CHUNK_CELLS // (self.length * self.num_targets))
+    chunk_size: int
+    """The number of examples in one call."""
 
     def make_program(self) -> Program:
         """Return the program, with the shapes of its arguments."""
@@ -106,12 +108,15 @@ def list_shapes(examples: Sequence[PassExample]) -> list[LossShape]:
     loss = examples[0].custom
     assert loss is not None
     structure = msgspec.msgpack.encode(replace(loss, name="", constants=(0.0,) * len(loss.constants)))
+    needs = loss.needs()
+
+    def make_shape(length: int, num_targets: int) -> LossShape:
+        num_examples = _CHUNK_CELLS // (length * num_targets)
+        num_examples = min(num_examples, _CHUNK_ELEMENTS // needs.num_elements(length, num_targets))
+        return LossShape(structure, length, num_targets, max(1, num_examples))
+
     shapes = [
-        LossShape(
-            structure,
-            max(next_power_of_two(example.tokens.size), _MIN_LENGTH),
-            next_power_of_two(_count_targets(example)),
-        )
+        make_shape(max(next_power_of_two(example.tokens.size), _MIN_LENGTH), next_power_of_two(_count_targets(example)))
         for example in examples
     ]
 

@@ -194,12 +194,12 @@ class Arguments:
             raise UserError(f"argument {name} must be True or False, not {_describe_kind(given)}")
         return given
 
-    def get_axis(self, name: str, rank: int) -> int:
+    def get_axis(self, name: str, rank: int, default: int | None = None) -> int:
         """Return the index of a dimension, counted from the first.
 
         For example, -1 becomes `rank - 1`.
         """
-        return resolve_axis(self.get(name), name, rank)
+        return resolve_axis(self.get(name, default), name, rank)
 
     def get_axes(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the sorted indices of dimensions.

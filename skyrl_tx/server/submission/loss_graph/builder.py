@@ -19,8 +19,8 @@ from skyrl_tx.contract.custom_loss import (
 from skyrl_tx.contract.errors import UserError
 
 _MAX_FLOAT32 = 3.4028234663852886e38
-_WITHOUT_GRADIENT = GIVES_BOOL | {"stop_gradient", "size"}
-_KEEPS_BOOL = frozenset({"unsqueeze", "squeeze", "slice", "select", "stop_gradient"})
+_WITHOUT_GRADIENT = GIVES_BOOL | {"stop_gradient", "size", "argtopk"}
+_KEEPS_BOOL = frozenset({"unsqueeze", "squeeze", "slice", "select", "window", "concat", "stop_gradient"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

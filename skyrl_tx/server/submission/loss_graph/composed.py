@@ -1,14 +1,15 @@
 """Functions of torch that are composed of several operations: losses, gather, and tensor products.
 
-No intermediate value has more elements than an input [T, K]. A product that needs more is refused.
+No intermediate value grows with the square of the length. A product that needs such a value is
+refused.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from skyrl_tx.contract.custom_loss import MAX_EXACT
+from skyrl_tx.contract.custom_loss import MAX_EXACT, MAX_FIXED, ONE
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.submission.loss_graph.arguments import Arguments
+from skyrl_tx.server.submission.loss_graph.arguments import Arguments, ListArgument
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 
 _MAX_EQUATION = 64
@@ -58,7 +59,7 @@ def negative_log_likelihood(x: Arguments) -> Value:
         raise UserError(f"takes tensors [T, K] and [T], not {value.text} and {target.text}")
 
     # The log-probability of each class, or 0 if it is ignored
-    picked = _pick(x.builder, value, emit("unsqueeze", target, options=(1,)))
+    picked = _pick(x.builder, value, emit("unsqueeze", target, options=(1,)), 1)
     counts = emit("ne", target, x.builder.add_constant(ignored))
     loss = emit("where", counts, emit("neg", emit("squeeze", picked, options=(1,))), x.builder.add_constant(0.0))
     if x.get("reduction", "mean") != "mean":
@@ -67,15 +68,62 @@ def negative_log_likelihood(x: Arguments) -> Value:
 
 
 def gather(x: Arguments) -> Value:
-    """Translate `gather` of one target per position: `x.gather(1, index)` with an index [T, 1]."""
+    """Translate `gather` with a fixed number of indices along the axis, for example an index [T, 1]."""
     value, index = x.get_number("input"), x.get_number("index")
     axis = x.get_axis("dim", len(value.shape))
-    symbols = [dim.symbol for dim in index.shape]
-    if axis != 1 or len(symbols) != 2 or symbols[1] != "1" or index.shape[0] != value.shape[0]:
+    others = [(*shape[:axis], *shape[axis + 1 :]) for shape in (value.shape, index.shape)]
+    if len(index.shape) != len(value.shape) or others[0] != others[1] or index.shape[axis].symbol != "1":
         raise UserError(
-            f"takes a tensor [T, K], dim 1 and an index [T, 1], not {value.text}, dim {axis} and {index.text}"
+            f"takes a tensor and an index of the same shape, except for a fixed size of the index in dim {axis}, such "
+            f"as [T, K], dim 1 and [T, 1], not {value.text}, dim {axis} and {index.text}"
         )
-    return _pick(x.builder, value, index)
+    return _pick(x.builder, value, index, axis)
+
+
+def topk(x: Arguments) -> ListArgument:
+    """Translate `topk`. Returns the values and their indices."""
+    value, count = x.get_number("input"), x.get("k")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_FIXED:
+        raise UserError(f"argument k must be a whole number from 1 to {MAX_FIXED}")
+    axis = x.get_axis("dim", len(value.shape), -1)
+
+    # The smallest elements are the largest of the negative
+    is_smallest = x.get("largest") is not None and not x.get_flag("largest")
+    value = x.builder.emit("neg", value) if is_smallest else value
+    values, indices = (x.builder.emit(name, value, options=(axis, count)) for name in ("topk", "argtopk"))
+    return ListArgument((x.builder.emit("neg", values) if is_smallest else values, indices))
+
+
+def concatenate(x: Arguments) -> Value:
+    """Translate `cat`."""
+    values = _read_tensors(x)
+    return _join(x.builder, values, x.get_axis("dim", len(values[0].shape), 0))
+
+
+def stack(x: Arguments) -> Value:
+    """Translate `stack`."""
+    values = _read_tensors(x)
+    axis = x.get_axis("dim", len(values[0].shape) + 1, 0)
+    if len({value.shape for value in values}) > 1:
+        raise UserError(f"takes tensors of one shape, not {', '.join(value.text for value in values)}")
+    return _join(x.builder, [x.builder.emit("unsqueeze", value, options=(axis,)) for value in values], axis)
+
+
+def _read_tensors(x: Arguments) -> list[Value]:
+    given = x.get("tensors")
+    values = [value for value in given.items if isinstance(value, Value)] if isinstance(given, ListArgument) else []
+    if not values or not isinstance(given, ListArgument) or len(values) < len(given.items):
+        raise UserError("argument tensors must be a list of tensors")
+    if len({len(value.shape) for value in values}) > 1:
+        raise UserError(f"takes tensors of as many dimensions, not {', '.join(value.text for value in values)}")
+    return values
+
+
+def _join(builder: Builder, values: Sequence[Value], axis: int) -> Value:
+    """Return tensors joined along an axis. If some are bool, these become float32."""
+    if not all(value.is_bool for value in values):
+        values = [builder.to_float32(value) for value in values]
+    return builder.emit("concat", *values, options=(axis,))
 
 
 def truncate(x: Arguments) -> Value:
@@ -142,15 +190,24 @@ def _contract(builder: Builder, operands: Sequence[Value], equation: str) -> Val
     return builder.emit("sum", product, options=(0, *axes)) if axes else product
 
 
-def _pick(builder: Builder, value: Value, index: Value) -> Value:
-    """Return the elements of `value` [T, K] at an index [T, 1], or NaN where the index is out of range."""
+def _pick(builder: Builder, value: Value, index: Value, axis: int) -> Value:
+    """Return the elements of `value` at the indices along an axis, or NaN where an index is out of range.
+
+    For example, the elements of a value [T, K] at an index [T, 2] are [T, 2].
+    """
     emit, zero, one = builder.emit, builder.add_constant(0.0), builder.add_constant(1.0)
-    numbers = emit("sub", emit("cumsum", emit("broadcast", one, value), options=(1,)), one)
+    numbers = emit("sub", emit("cumsum", emit("broadcast", one, value), options=(axis,)), one)
+
+    # Compare all elements with all indices, for example [T, K, 1] and [T, 1, 2]
+    is_single = index.shape[axis] == ONE
+    if not is_single:
+        value, numbers = (emit("unsqueeze", operand, options=(axis + 1,)) for operand in (value, numbers))
+        index = emit("unsqueeze", index, options=(axis,))
     is_picked = emit("eq", numbers, index)
-    picked = emit("sum", emit("where", is_picked, value, zero), options=(1, 1))
+    picked = emit("sum", emit("where", is_picked, value, zero), options=(int(is_single), axis))
 
     # 0 / 1 if the index is in range, else 0 / 0
-    num_picked = emit("sum", emit("to_float", is_picked), options=(1, 1))
+    num_picked = emit("sum", emit("to_float", is_picked), options=(int(is_single), axis))
     return emit("add", picked, emit("div", zero, num_picked))
 
 

@@ -8,6 +8,7 @@ a relu does not at 0.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from skyrl_tx.contract.custom_loss import ONE
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.submission.loss_graph import composed
 from skyrl_tx.server.submission.loss_graph.arguments import (
@@ -221,7 +222,7 @@ def _unsqueeze(x: Arguments) -> Value:
 def _squeeze(x: Arguments) -> Value:
     value = x.get_tensor("input")
     axis = x.get_axis("dim", len(value.shape))
-    if value.shape[axis].symbol != "1":
+    if value.shape[axis] != ONE:
         raise UserError(f"dimension {axis} of {value.text} is not of size 1 for every datum")
     return x.builder.emit("squeeze", value, options=(axis,))
 
@@ -239,7 +240,10 @@ def _numel(x: Arguments) -> Value:
 
 
 def _attribute(x: Arguments) -> Argument:
-    value, name = x.get_tensor("input"), x.get("name")
+    name, pair = x.get("name"), x.get("input")
+    if isinstance(pair, ListArgument) and name in ("values", "indices") and len(pair.items) == 2:
+        return pair.items[name == "indices"]  # of the result of topk
+    value = x.get_tensor("input")
     if name == "shape":
         return ShapeArgument(value)
     if name == "ndim":
@@ -249,11 +253,11 @@ def _attribute(x: Arguments) -> Argument:
 
 def _item(x: Arguments) -> Argument:
     source, index = x.get("input"), x.get("index")
-    if isinstance(source, ShapeArgument):
-        rank = len(source.value.shape)
-        if isinstance(index, bool) or not isinstance(index, int) or not -rank <= index < rank:
-            raise UserError(f"a shape of {rank} sizes takes one whole number as index")
-        return emit_size(x, source.value, index % rank)
+    if isinstance(source, ShapeArgument | ListArgument):
+        count = len(source.value.shape) if isinstance(source, ShapeArgument) else len(source.items)
+        if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
+            raise UserError(f"a shape or a list of {count} values takes one whole number as index")
+        return emit_size(x, source.value, index % count) if isinstance(source, ShapeArgument) else source.items[index]
     return _index(x.builder, x.get_tensor("input"), index)
 
 
@@ -292,24 +296,39 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
 
 
 def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
+    """Return a slice whose length is fixed, or shorter than the dimension by a fixed number of elements."""
     if part.step not in (None, 1):
         raise UserError("slices with a step are not supported")
-    start, stop = part.start or 0, part.stop
-    if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-        raise UserError("a slice must start at a whole number, 0 or more")
-    if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop >= 0):
-        raise UserError(
-            "a slice must end at a negative number, or at the end: another end may be beyond the length of a datum"
-        )
-    cut = _check_index(start), _check_index(-(stop or 0))
-    if cut == (0, 0):
+    start, stop = (_check_bound(part.start) or 0), _check_bound(part.stop)
+    dim = value.shape[axis]
+    if dim.symbol == "1" and dim != ONE:
+        size = 1 - dim.cut
+        start, stop, _ = slice(start, stop).indices(size)
+        return value if (start, stop) == (0, size) else builder.emit("slice", value, options=(axis, start, size - stop))
+
+    # From the start to the end, both counted from the same side or not
+    if (start < 0) == (stop is None or stop < 0):
+        count = (stop or 0) - start
+        if count <= 0:
+            raise UserError("a slice must have at least one element")
+        _check_axis(value, axis)
+        return builder.emit("window", value, options=(axis, start, count))
+    if start < 0:
+        raise UserError("a slice that starts at a negative number must end at one, or at the end")
+    if (start, stop) == (0, None):
         return value
     _check_axis(value, axis)
-    return builder.emit("slice", value, options=(axis, *cut))
+    return builder.emit("slice", value, options=(axis, start, -(stop or 0)))
+
+
+def _check_bound(bound: Argument) -> int | None:
+    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
+        raise UserError("a slice must start and end at whole numbers")
+    return None if bound is None else _check_index(bound)
 
 
 def _check_axis(value: Value, axis: int) -> None:
-    if value.shape[axis].symbol == "1":
+    if value.shape[axis] == ONE:
         raise UserError(f"dimension {axis} of {value.text} has size 1; use squeeze")
 
 
@@ -360,6 +379,7 @@ _SHARED: Mapping[str, Entry] = {
     "matmul": Entry("input other", composed.matmul),
     "mv": Entry("input other", composed.matmul),
     "gather": Entry("input dim index", composed.gather),
+    "topk": Entry("input k dim? largest? sorted?", composed.topk),
     "clone": Entry("input", _same),
     "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.get_tensor("input"))),
     "unsqueeze": Entry("input dim", _unsqueeze),
@@ -416,6 +436,8 @@ FUNCTIONS: Mapping[str, Entry] = {
     "torch.zeros_like": Entry("input dtype?", _full(0.0)),
     "torch.ones_like": Entry("input dtype?", _full(1.0)),
     "torch.full_like": Entry("input fill_value dtype?", _full_like),
+    **{f"torch.{name}": Entry("tensors dim?", composed.concatenate) for name in ("cat", "concat", "concatenate")},
+    "torch.stack": Entry("tensors dim?", composed.stack),
     "torch.functional.einsum": Entry("equation first second? third? fourth?", composed.einsum),
     **{f"torch.nn.functional.{name}": entry for name, entry in _NEURAL.items()},
     "torch.nn.functional.softplus": Entry("input beta? threshold?", _softplus),

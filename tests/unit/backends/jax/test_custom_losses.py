@@ -179,6 +179,18 @@ def test_numbers_of_targets_are_padded_to_powers_of_two() -> None:
         assert value.metrics == pytest.approx({"custom/ratio:mean": np.exp(-0.5)})
 
 
+def test_a_loss_with_more_elements_has_smaller_chunks() -> None:
+    plain = importance_sampling()
+    stacks = [Operation(name="unsqueeze", values=(0,), options=(0,))]
+    stacks += [Operation(name="concat", values=(4,) * 64, options=(0,))] * 255
+    large = replace(plain, operations=(*stacks,), loss=3, metrics={})
+    for length in (20, 5000):
+        (chunk,) = custom_losses.list_shapes(list(examples(CUSTOM, MODEL, plain, (length,))))
+        assert chunk.chunk_size == max(1, 2**15 // chunk.length)
+        (chunk,) = custom_losses.list_shapes(list(examples(CUSTOM, MODEL, large, (length,))))
+        assert chunk.chunk_size * 255 * 64 * chunk.length <= max(2**24, 255 * 64 * chunk.length)
+
+
 def test_a_request_that_needs_too_many_programs_is_refused() -> None:
     """With 1 to 1,024 targets per position at 2 lengths, it needs 22 programs."""
     sizes = [(length, 2**power) for length in (9, 40) for power in range(11)]

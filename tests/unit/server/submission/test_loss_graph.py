@@ -34,6 +34,8 @@ def output(loss: object, **metrics: object) -> dict[str, Any]:
 PLACEHOLDERS = [node("placeholder", "logprobs", "logprobs"), node("placeholder", "weights", "weights")]
 SUM = method("sum_1", "sum", REF)
 TOTAL = {"ref": "sum_1"}
+MEAN = method("scalar", "mean", REF)
+SCALAR = {"ref": "scalar"}
 
 
 def upload(*nodes: dict[str, Any], ranks: tuple[int, int] = (1, 1), **changes: Any) -> CreateCustomLossRequest:
@@ -105,7 +107,48 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ([method("e", "expand", REF, 1_000_000_000)], "method 'expand' is not supported"),
         ([method("e", "repeat", REF, 1_000_000)], "method 'repeat' is not supported"),
         ([call("e", "torch.zeros", 1_000_000_000)], "function 'torch.zeros' is not supported"),
-        ([call("e", "torch.cat", [REF, REF])], "function 'torch.cat' is not supported"),
+        ([call("e", "torch.cat", [REF, WEIGHTS])], "cannot be joined on dimension 0: only one of them may depend on"),
+        (
+            [
+                call("a", "torch.stack", [REF] * 9),
+                call("e", "torch.stack", [{"ref": "a"}] * 8),
+            ],
+            "shape [8, 9, T] has more than 64 elements that do not depend on the datum",
+        ),
+        (
+            [
+                *(MEAN, call("a", "torch.stack", [SCALAR] * 60)),
+                call("b", "torch.cat", [{"ref": "a"}, REF]),
+                call("e", "torch.cat", [{"ref": "a"}, {"ref": "b"}]),
+            ],
+            "shape [T+120] has more than 64 elements",
+        ),
+        ([call("e", "torch.cat", REF)], "argument tensors must be a list of tensors"),
+        ([call("e", "torch.cat", [REF, 1.0])], "argument tensors must be a list of tensors"),
+        ([call("e", "torch.stack", [])], "argument tensors must be a list of tensors"),
+        ([MEAN, call("e", "torch.cat", [SCALAR, SCALAR])], "argument dim 0 is outside a tensor of 0 dimensions"),
+        ([MEAN, call("e", "torch.cat", [REF, SCALAR])], "takes tensors of as many dimensions, not [T], []"),
+        (
+            [
+                call("a", "operator.getitem", REF, {"slice": [1, None, None]}),
+                call("e", "torch.stack", [{"ref": "a"}, REF]),
+            ],
+            "takes tensors of one shape, not [T-1], [T]",
+        ),
+        ([method("e", "topk", REF, 0)], "argument k must be a whole number from 1 to 64"),
+        ([method("e", "topk", REF, 65)], "argument k must be a whole number from 1 to 64"),
+        ([method("e", "topk", REF, WEIGHTS)], "argument k must be a whole number"),
+        ([MEAN, method("e", "topk", SCALAR, 1)], "argument dim -1 is outside a tensor of 0 dimensions"),
+        ([method("e", "topk", REF, 1, 1)], "argument dim 1 is outside a tensor of 1 dimensions"),
+        (
+            [call("a", "torch.stack", [REF, REF]), method("e", "topk", {"ref": "a"}, 3, 0)],
+            "dimension 0 of [2, T] is too small",
+        ),
+        (
+            [method("a", "topk", REF, 2), call("e", "operator.getitem", {"ref": "a"}, 2)],
+            "a shape or a list of 2 values takes one whole number as index",
+        ),
+        ([call("e", "getattr", [REF], "indices")], "argument input must be a tensor, not a list"),
         (
             [
                 *(method("a", "unsqueeze", REF, 0), method("b", "unsqueeze", REF, 1)),
@@ -165,7 +208,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ),
         ([call("e", "torch.nn.functional.huber_loss", REF, WEIGHTS, delta=REF)], "argument delta must be a number"),
         ([call("e", "torch.nn.functional.nll_loss", REF, WEIGHTS)], "takes tensors [T, K] and [T], not [T] and [T]"),
-        ([method("e", "gather", REF, 0, WEIGHTS)], "takes a tensor [T, K], dim 1 and an index [T, 1], not [T], dim 0"),
+        ([method("e", "gather", REF, 0, WEIGHTS)], "such as [T, K], dim 1 and [T, 1], not [T], dim 0 and [T]"),
         ([call("e", "torch.functional.einsum", "i,j->ij", REF, WEIGHTS)], "grows with the square of the length"),
         ([call("e", "torch.functional.einsum", "ii->i", REF)], "ii does not fit tensors [T]"),
         ([call("e", "torch.functional.einsum", "t->tt", REF)], "subscripts 'tt' need a diagonal or a transposed"),
@@ -183,7 +226,24 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ),
         # Indices.
         ([call("e", "operator.getitem", REF, WEIGHTS)], "use torch.where for a mask"),
-        ([call("e", "operator.getitem", REF, {"slice": [None, 5, None]})], "a slice must end at a negative number"),
+        (
+            [call("e", "operator.getitem", REF, {"slice": [None, 5.5, None]})],
+            "a slice must start and end at whole numbers",
+        ),
+        ([call("e", "operator.getitem", REF, {"slice": [5, 5, None]})], "a slice must have at least one element"),
+        (
+            [call("e", "operator.getitem", REF, {"slice": [-3, 5, None]})],
+            "that starts at a negative number must end at one",
+        ),
+        ([call("e", "operator.getitem", REF, {"slice": [None, 65, None]})], "shape [65] has more than 64 elements"),
+        (
+            [
+                call("a", "torch.stack", [REF, REF]),
+                call("e", "operator.getitem", {"ref": "a"}, {"slice": [2, None, None]}),
+            ],
+            "dimension 0 of [2, T] is too small",
+        ),
+        ([call("a", "torch.stack", [REF, REF]), call("e", "operator.getitem", {"ref": "a"}, 2)], "is too small"),
         ([call("e", "operator.getitem", REF, {"slice": [None, None, 2]})], "slices with a step are not supported"),
         ([call("e", "operator.getitem", REF, {"slice": [10**9, None, None]})], "an index must be at most 4096"),
         ([call("e", "operator.getitem", REF, {"tuple": [0, 0]})], "2 indices do not fit a tensor [T]"),
@@ -261,3 +321,21 @@ def test_picking_a_target_takes_no_more_memory_than_the_inputs() -> None:
         ranks=(2, 1),
     )
     assert loss.needs().num_elements(1000, 50) < 8 * 1000 * 50
+
+
+def test_sizes_of_joined_and_selected_tensors_count() -> None:
+    loss = compile_nodes(
+        method("largest", "topk", REF, 4, 1),
+        call("values", "getattr", {"ref": "largest"}, "values"),  # [T, 4]
+        call("ends", "operator.getitem", REF, {"slice": [-7, None, None]}),  # [7, K]
+        call("longer", "torch.cat", [REF, {"ref": "ends"}]),  # [T+7, K]
+        method("first", "sum", {"ref": "values"}),
+        method("second", "sum", {"ref": "longer"}),
+        call("total", "operator.add", {"ref": "first"}, {"ref": "second"}),
+        output({"ref": "total"}),
+        ranks=(2, 1),
+    )
+    needs = loss.needs()
+    assert (needs.positions, needs.targets) == (7, 4)
+    inputs = 100 * 5 + 100
+    assert needs.num_elements(100, 5) == inputs + 100 * 4 + 7 * 5 + 107 * 5 + 3
