@@ -83,6 +83,8 @@ METRICS = """\
 |---|---|
 | `forward`, `forward_backward` | `loss:sum` `num_tokens:sum` `num_datums:sum` |
 | of policy-gradient losses also | {policy}, each as `:mean`, `:sum` and `_count:sum` |
+| of models with experts (MoE) also | `e_frac_with_tokens:mean` `e_frac_oversubscribed:mean` \
+`e_max_violation:mean` `e_max_violation:max` `e_min_violation:mean` |
 | `optim_step` | `unclipped_grad_l2:mean` `learning_rate:mean` `step:max` |
 
 The suffix says how the SDK combines the requests into which it cuts a large call. It weighs a
@@ -92,7 +94,15 @@ SDK omits it for the whole call. NaN and infinity are passed on as such.
 
 `ratio` is r, `kl_to_sampler` is q − l, and `clip_fraction` is the share of positions whose ratio is
 outside the thresholds (of `gspo`: the ratio of the sequence). All are taken over positions whose
-advantage and weight are not 0."""
+advantage and weight are not 0.
+
+The metrics of experts say how evenly a request used them. In each layer with experts, the server
+counts how many tokens of the request each expert received. The perfect balance is the mean of these
+counts. `e_frac_with_tokens` is the share of experts with at least one token, and
+`e_frac_oversubscribed` is the share of experts above the balance. `e_max_violation` is
+(largest count − balance) / balance, and `e_min_violation` is (smallest count − balance) / balance.
+`:mean` and `:max` are taken over the layers. All tokens of the examples count, but not padding.
+Source: `ForwardBackwardOutput.metrics` in the SDK."""
 
 MODELS_INTRO = """\
 The server reads `architectures` in a checkpoint's `config.json`. A key of that file that would

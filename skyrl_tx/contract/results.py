@@ -49,8 +49,9 @@ class PassResult:
     0. "ratio" is exp(l - q), "kl_to_sampler" is q - l, and "clip_fraction" is the share of ratios
     outside the clip thresholds. Here l is the model's log-probability and q is the sampler's.
 
-    `metrics` are the metrics of a custom loss under their full names, which end in `:sum` or
-    `:mean` over examples.
+    `metrics` are the metrics of a custom loss and of the experts of a mixture, under their full
+    names. A name ends in `:sum`, `:mean` or `:max` over examples. A metric of the whole request has
+    the same value in all its examples, and its name does not end in `:sum`.
     """
 
     logprobs: Float32Array

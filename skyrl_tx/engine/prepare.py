@@ -114,13 +114,14 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
     our means are over positions. So each mean comes with its sum and count: the sum over all chunks
     divided by the count over all chunks is the correct mean. A mean over no positions is left out.
 
-    Metrics of custom losses are sums and means over datums, as the SDK weights them.
+    Other metrics, for example of custom losses, are sums, means and maxima over datums, as the SDK
+    weights them.
     """
     # Add up the results.
     sums: dict[str, float] = {"loss": 0.0}
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
-    custom: dict[str, float] = {}
+    other: dict[str, float] = {}
     for result in results:
         for name, value in result.sums.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -128,7 +129,10 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
             totals[name] = totals.get(name, 0.0) + term.total
             counts[name] = counts.get(name, 0.0) + term.count
         for name, value in result.metrics.items():
-            custom[name] = custom.get(name, 0.0) + value
+            if name.endswith(":max"):
+                other[name] = max(other.get(name, value), value)
+            else:
+                other[name] = other.get(name, 0.0) + value
 
     # Name the metrics.
     metrics = {f"{name}:sum": float(value) for name, value in sums.items()}
@@ -137,7 +141,7 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
         metrics |= {f"{name}:sum": float(total), f"{name}_count:sum": float(counts[name])}
         if counts[name]:
             metrics[f"{name}:mean"] = float(total / counts[name])
-    for name, total in custom.items():
+    for name, total in other.items():
         metrics[name] = total / len(results) if name.endswith(":mean") else total
     return ForwardBackwardOutput(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
 

@@ -78,6 +78,11 @@ def route(
     return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK
 
 
+def count_visits(expert_MK: jax.Array, uses_M: jax.Array, num_experts: int) -> jax.Array:
+    """Return how many tokens chose each expert, int32 [E]. Token m counts `uses_M[m]` times."""
+    return jnp.zeros(num_experts, jnp.int32).at[expert_MK].add(uses_M[:, None])
+
+
 def _mask_other_groups(score_ME: jax.Array, routing: Routing) -> jax.Array:
     """Return the scores, with minus infinity for experts outside a token's chosen groups."""
     if routing.num_groups == 1:

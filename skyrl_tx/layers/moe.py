@@ -67,11 +67,11 @@ def apply_mixture(
     correction_E: jax.Array | None = None,
     latent: jax.Array | None = None,
     kernels: Kernels = NO_KERNELS,
-) -> jax.Array:
-    """Return the weighted sum of each token's expert outputs, float32 in the shape of `x` [..., D].
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of each token's expert outputs, and the chosen experts [M, K].
 
-    With `latent`, the experts read `latent` and the router reads `x`. Outputs then have the shape
-    of `latent`.
+    The sum is float32 in the shape of `x` [..., D]. With `latent`, the experts read `latent` and
+    the router reads `x`. Outputs then have the shape of `latent`.
     """
     x_MD = x.reshape(-1, x.shape[-1])
     shape = x.shape if latent is None else latent.shape
@@ -96,7 +96,7 @@ def apply_mixture(
     y_MD, outer_MR = sums(kernels, visits, weights, adapters)
     if outer_MR is not None:
         y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], group_M, dtype)
-    return y_MD.reshape(shape)
+    return y_MD.reshape(shape), visits.expert_MK
 
 
 def _split_shared_factors(

@@ -71,11 +71,33 @@ def forward(
         position_BT: RoPE positions. By default each token has its index within its sequence.
         remat: the activation checkpointing of each layer.
     """
+    arguments = params, config, inputs, adapter, slots
+    return forward_and_count(*arguments, start_BT=start_BT, position_BT=position_BT, remat=remat)[0]
+
+
+def forward_and_count(
+    params: DecoderParams,
+    config: ModelConfig,
+    inputs: jax.Array,
+    adapter: Adapter | CutAdapter | None = None,
+    slots: RowSlots | None = None,
+    *,
+    uses_BT: jax.Array | None = None,
+    start_BT: jax.Array | None = None,
+    position_BT: jax.Array | None = None,
+    remat: RematPolicy = RematPolicy.SAVE_MATMULS,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the hidden states of `forward`, and how many tokens each expert received.
+
+    The second has an array int32 [layers, E] for each stack of layers with experts. It is empty
+    without `uses_BT`, which says how often a position counts: 0 for padding, and otherwise 1.
+    """
     if position_BT is None:
         index = jnp.arange(inputs.shape[1])  # [T]; subtracting start_BT broadcasts it to [B, T]
         position_BT = index if start_BT is None else index - start_BT
     prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
-    context = replace(_make_context(params, config, position_BT), start_BT=start_BT, prepared=prepared)
+    rows: Any = {"start_BT": start_BT, "uses_BT": uses_BT}
+    context = replace(_make_context(params, config, position_BT), prepared=prepared, **rows)
 
     def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.forward(x_BTD, params, adapters, context), None
@@ -83,8 +105,9 @@ def forward(
     # On a single device, `joins` lets a layer multiply its weight and its adapter in one product.
     adapters = GroupAdapters.from_adapter(config, adapter, slots, joins=not context.layout.is_sharded)
     mode = _LayerMode(config, context, mix_rows, remat)
-    x_BTD, _ = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters)
-    return _apply_final_norm(params, config, x_BTD)
+    x_BTD, counts = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters)
+    counts = tuple(context.layout.constrain(x, None, None) for x in counts if isinstance(x, jax.Array))
+    return _apply_final_norm(params, config, x_BTD), counts
 
 
 def prefill(
@@ -258,7 +281,7 @@ class _LayerMode:
     """Returns the cache of a layer, given its stack, its index in the stack, and its state."""
 
     def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
-        """Return `x` plus the outputs of one block, and the new cache entries of its mixer."""
+        """Return `x` plus the outputs of one block, and the mixer's cache entries or `count_E`."""
         x = constrain_hidden(self.context.layout, x)
         epsilon, new_entries = self.config.norm_epsilon, LayerCache()
         mixer_output_norm, mlp_output_norm = (params.get(name) for name in OUTPUT_NORMS)
@@ -267,7 +290,9 @@ class _LayerMode:
             mixed, new_entries = self.mix(block.mixer, normed, params, adapters, layer_cache)
             x = _add_output(x, mixed, mixer_output_norm, epsilon)
         if block.feed_forward is not None:
-            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.context)
+            normed = rms_norm(x, params["mlp_norm"], epsilon)
+            y, count_E = block.feed_forward.apply(normed, params, adapters, self.context)
+            new_entries = new_entries if count_E is None else count_E
             x = _add_output(x, y, mlp_output_norm, epsilon)
         return x, new_entries
 

@@ -99,6 +99,7 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
         results = backend.forward_backward(batch(step, loss))
         found[f"{step}.logprobs"] = np.concatenate([result.logprobs for result in results])
         found[f"{step}.loss"] = np.array([result.sums["loss"] for result in results])
+        found[f"{step}.experts"] = np.array([list(result.metrics.values()) for result in results])
         found |= state(backend, f"{step}.before")
         metrics = backend.optim_step(MODEL, replace(STEP, grad_clip_norm=5.0))
         found[f"{step}.norm"] = np.array(metrics["unclipped_grad_l2:mean"])

@@ -72,3 +72,28 @@ def test_logits_with_adapter_slots(reference):
     logits = evaluate(reference.params, slots, rows)
     assert_close(logits[0], reference.arrays["base_logits"][0])
     assert_close(logits[1:], reference.arrays["logits"][1:])
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "qwen3-moe-mixed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss-untied", "deepseek-untied")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron-untied", "qwen3_5-moe-untied")),
+    ],
+    indirect=True,
+)
+def test_experts_count_the_tokens_that_transformers_sends_to_them(reference):
+    tokens = reference.inputs["tokens"]
+    is_token = np.arange(tokens.shape[1]) < np.array([96, 41, 0])[:, None]
+    run = fast_jit(models.forward_and_count, static_argnames="config")
+    _, counts = run(
+        reference.params, reference.config, tokens, reference.adapter("weights0"), uses_BT=is_token.astype(np.int32)
+    )
+
+    # Padding changes no token before it, so transformers ran the rows without padding.
+    chosen = reference.arrays["chosen"][:, is_token.reshape(-1)]
+    num_experts = counts[0].shape[-1]
+    expected = [np.bincount(layer.reshape(-1), minlength=num_experts) for layer in chosen]
+    by_layer = [row.tolist() for stack in counts for row in np.asarray(stack)]
+    assert sorted(by_layer) == sorted(row.tolist() for row in expected)  # stacks may interleave layers

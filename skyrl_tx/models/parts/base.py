@@ -102,6 +102,11 @@ class LayerContext:
     """The kernels for training and sampling."""
     size: jax.Array | None = None
     """In prefill, the number of tokens before the padding; None means no padding."""
+    uses_BT: jax.Array | None = None
+    """In training, how often each position counts in the number of tokens of its experts.
+
+    With None, mixtures of experts count nothing.
+    """
 
 
 class Part(Protocol):
@@ -185,6 +190,11 @@ class Mixer(Part, Protocol):
 class FeedForward(Part, Protocol):
     """A part that computes each position independently."""
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
-        """Return the output for positions [..., D]."""
+    def apply(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the output for positions [..., D], and the number of tokens of each expert [E].
+
+        The second is None for a dense feed-forward, and without `context.uses_BT`.
+        """
         ...

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.grouped_experts import Routing, count_visits
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
@@ -74,8 +74,10 @@ class Dense(FeedForward):
         yield "mlp", "intermediate_size", self.mlp_size
 
     @override
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
-        return apply_dense(x, params, adapters, activation=self.activation)
+    def apply(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return apply_dense(x, params, adapters, activation=self.activation), None
 
 
 def apply_dense(
@@ -224,7 +226,9 @@ class Mixture(FeedForward):
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
     @override
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+    def apply(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array | None]:
         # Collect the weights of the experts. A kernel may read them from the stack of all layers.
         maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAP_NAMES], None
         if isinstance(down := maps[-1], StackedParam):
@@ -238,17 +242,22 @@ class Mixture(FeedForward):
         router_params = params.get("router_bias"), params.get("router_correction")
         latent = None if self.latent_size is None else _apply_map(x, "fc1_latent_proj", params, adapters)
         settings = self.routing, context.layout, *router_params, latent, context.kernels
-        y = apply_mixture(x, params["router"], weights, adapters.experts, *settings)
+        y, expert_MK = apply_mixture(x, params["router"], weights, adapters.experts, *settings)
         if self.latent_size is not None:
             y = _apply_map(y, "fc2_latent_proj", params, adapters)
+
+        # Count the tokens of each expert.
+        count_E = None
+        if context.uses_BT is not None:
+            count_E = count_visits(expert_MK, context.uses_BT.reshape(-1), self.routing.num_experts)
         if self.shared_size is None:
-            return y
+            return y, count_E
 
         # Add the shared expert. Its gate is multiplied in before the last map: XLA may fuse a
         # product with the sum after it or not, so a pass with gradient would differ in the last
         # bits from a pass without.
         weight = _compute_shared_gate(x, params["shared_gate"]) if self.has_shared_gate else None
-        return add_unfused(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight))
+        return add_unfused(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight)), count_E
 
     def estimate_backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
         """Return the memory in bytes of the backward pass of one layer on a device.

@@ -40,6 +40,7 @@ def main(directory: Path) -> None:
     saved["base_decoded"] = decode(model, tokens)
 
     model = adapt(model, shares_factors=bool(given["shares_factors"]))
+    mixtures = [module for module in model.modules() if isinstance(module, AdaptedExperts)]
     adapter = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in adapter.values():
         weight.data = 0.1 * torch.randn_like(weight)
@@ -59,6 +60,8 @@ def main(directory: Path) -> None:
         saved[f"logprobs{step}"] = logprobs.detach().numpy()
         if step == 0:
             saved["logits"] = logits.detach().numpy()
+            if mixtures:
+                saved["chosen"] = torch.stack([experts.chosen for experts in mixtures]).numpy()
         for name, weight in adapter.items():
             saved[f"gradients{step}/{plain(name)}"] = weight.grad.numpy().copy()
         optimizer.step()
@@ -190,6 +193,7 @@ class AdaptedExperts(torch.nn.Module):
         return base.gate_up_proj.shape[1] // 2, base.gate_up_proj.shape[2]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        self.chosen = chosen  # [M, K], the experts of each token
         out = torch.zeros_like(x)
         for index in range(self.base.num_experts):
             rows, ways = torch.where(chosen == index)
@@ -208,6 +212,7 @@ class AdaptedGptOssExperts(AdaptedExperts):
         return base.gate_up_proj.shape[2] // 2, base.gate_up_proj.shape[1]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        self.chosen = chosen  # [M, K], the experts of each token
         out, base = torch.zeros_like(x), self.base
         for index in range(base.num_experts):
             rows, ways = torch.where(chosen == index)
@@ -229,6 +234,7 @@ class AdaptedUngatedExperts(AdaptedExperts):
         return base.up_proj.shape[1], base.up_proj.shape[2]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        self.chosen = chosen  # [M, K], the experts of each token
         out = torch.zeros_like(x)
         for index in range(self.base.num_experts):
             rows, ways = torch.where(chosen == index)

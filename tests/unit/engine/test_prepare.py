@@ -61,6 +61,16 @@ def test_metrics_are_combined_as_the_sdk_combines_chunks():
     assert all(name.count(":") == 1 for name in output.metrics)
 
 
+def test_other_metrics_are_combined_by_their_suffix():
+    values = {"a:sum": (1.0, 2.0), "a:mean": (1.0, 4.0), "a:max": (-3.0, -5.0)}
+    results = [
+        PassResult(logprobs=np.zeros(1, np.float32), sums={"loss": 0.0}, metrics={k: v[i] for k, v in values.items()})
+        for i in range(2)
+    ]
+    found = prepare.combine_pass_results(results, num_tokens=2).metrics
+    assert {name: found[name] for name in values} == {"a:sum": 3.0, "a:mean": 2.5, "a:max": -3.0}
+
+
 def test_means_over_chunks_are_correct_or_absent():
     """A chunk without counted positions, for example one with zero advantages, has no mean but correct sums."""
 

@@ -81,10 +81,10 @@ def experts(*, is_gated: bool = True, has_bias: bool = False) -> ExpertWeights:
 def value_and_gradient(x, router, weights, adapters, slope, kernels):
     """Return the mixture and, with adapters, its gradient by tokens, router and factors."""
     if adapters is None:
-        return apply_mixture(x, router, weights, None, ROUTING, kernels=kernels)
+        return apply_mixture(x, router, weights, None, ROUTING, kernels=kernels)[0]
 
     def compute(x: jax.Array, router: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
-        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, kernels=kernels)
+        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, kernels=kernels)[0]
 
     y, pull = jax.vjp(compute, x, router, dict(adapters.pairs))
     return y, pull(slope)
@@ -132,7 +132,7 @@ def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKerne
     @partial(fast_jit, static_argnames="kernels")
     def run(pool, kernels):
         own = get_pooled_expert_adapters(pool, "expert_", slots, layer)
-        return apply_mixture(x, router, weights, own, ROUTING, kernels=kernels)
+        return apply_mixture(x, router, weights, own, ROUTING, kernels=kernels)[0]
 
     with jax.default_matmul_precision("highest"):
         found, other = (run(pool, make_kernels(kernel)) for pool in pools)
@@ -147,7 +147,9 @@ def test_no_token_changes_a_bit_of_another(kernel: ExpertsKernel):
     """Other tokens move a token to another tile, or to another position in its tile."""
     x, others, router, weights = normal(3, 300, D), normal(5, 300, D), normal(9, E, D), experts()
     others[::7] = x[::7]
-    run = fast_jit(lambda x: apply_mixture(x, router, weights, one_adapter(20), ROUTING, kernels=make_kernels(kernel)))
+    run = fast_jit(
+        lambda x: apply_mixture(x, router, weights, one_adapter(20), ROUTING, kernels=make_kernels(kernel))[0]
+    )
     one, two = run(x), run(others)
     np.testing.assert_array_equal(one[::7], two[::7])
     assert np.all(np.any(np.asarray(one)[1:7] != np.asarray(two)[1:7], axis=1))

@@ -72,7 +72,7 @@ def make_pool(adapters: list[ExpertAdapters], layer: int) -> Adapter:
     return Adapter(weights=stacked, scale=np.stack([a.scale for a in adapters]))
 
 
-apply = fast_jit(apply_mixture, static_argnames="routing")
+apply = fast_jit(lambda *args, **options: apply_mixture(*args, **options)[0], static_argnames="routing")
 choose = fast_jit(route, static_argnames="routing")
 
 
@@ -80,7 +80,7 @@ choose = fast_jit(route, static_argnames="routing")
 def apply_pool(
     x: jax.Array, router: jax.Array, weights: ExpertWeights, pool: Adapter, slots: RowSlots, layer: jax.Array
 ) -> jax.Array:
-    return apply_mixture(x, router, weights, get_pooled_expert_adapters(pool, "expert_", slots, layer), ROUTING)
+    return apply_mixture(x, router, weights, get_pooled_expert_adapters(pool, "expert_", slots, layer), ROUTING)[0]
 
 
 @fast_jit
@@ -95,7 +95,7 @@ def value_and_gradient(
     """Return the mixture and its gradient by tokens and by the adapters' factors."""
 
     def compute(x: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
-        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)
+        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)[0]
 
     y, pull = jax.vjp(compute, x, dict(adapters.pairs))
     return y, pull(slope)

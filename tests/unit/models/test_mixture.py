@@ -47,12 +47,12 @@ def make_adapters(*slots: int) -> dict[str, RowAdapter]:
 
 @fast_jit
 def apply(x, params, adapters):
-    return MIXTURE.apply(x, params, LayerAdapters(adapters), LayerContext(UNSHARDED, {}))
+    return MIXTURE.apply(x, params, LayerAdapters(adapters), LayerContext(UNSHARDED, {}))[0]
 
 
 @fast_jit
 def apply_without(x, params):
-    return WITHOUT.apply(x, params, LayerAdapters(), LayerContext(UNSHARDED, {}))
+    return WITHOUT.apply(x, params, LayerAdapters(), LayerContext(UNSHARDED, {}))[0]
 
 
 def silu(x: np.ndarray) -> np.ndarray:

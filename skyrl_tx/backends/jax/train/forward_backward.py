@@ -7,6 +7,7 @@ the loss, so a few compiled programs serve all requests.
 Legend: B rows, T positions, D hidden size, K targets per position, C config columns.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -26,13 +27,14 @@ from skyrl_tx.losses import MEANS, LossOutput
 
 @struct.dataclass
 class MicroBatchOutputs:
-    """The outputs of a micro-batch at each position, in one array, which is copied to the host.
+    """The outputs of a micro-batch, which are copied to the host.
 
-    The columns are the log-probabilities of K targets, then the loss, `MEANS` and the count of
-    `LossOutput`.
+    `packed` has the outputs at each position. Its columns are the log-probabilities of K targets,
+    then the loss, `MEANS` and the count of `LossOutput`.
     """
 
     packed: jax.Array  # float32 [B, T, K + 5]
+    expert_counts: tuple[jax.Array, ...] = ()  # int32 [layers, E] per stack, see `models.forward_and_count`
 
     @classmethod
     def pack(cls, logprobs: jax.Array, loss: LossOutput) -> Self:
@@ -58,12 +60,14 @@ def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> MicroBatchOutputs:
     """Compute one micro-batch without a gradient."""
-    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
+    hidden_BTD, counts = models.forward_and_count(
+        params, config, batch.tokens_BT, adapter, uses_BT=batch.uses_BT, start_BT=batch.start_BT
+    )
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     loss = loss_selection.evaluate(
         batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
     )
-    return MicroBatchOutputs.pack(logprobs, loss)
+    return replace(MicroBatchOutputs.pack(logprobs, loss), expert_counts=counts)
 
 
 @partial(
@@ -83,12 +87,13 @@ def accumulate(
     The memory of `total` is reused.
     """
 
-    def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> jax.Array:
+    def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         cut_adapter = models.CutAdapter(pairs, adapter.scale)
-        return models.forward(params, config, batch.tokens_BT, cut_adapter, start_BT=batch.start_BT, remat=remat)
+        rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT}
+        return models.forward_and_count(params, config, batch.tokens_BT, cut_adapter, **rows, remat=remat)
 
     backward: Any  # a jax.VJP
-    hidden_BTD, backward = jax.vjp(compute_hidden, models.cut_pairs(config, adapter.weights))
+    hidden_BTD, backward, counts = jax.vjp(compute_hidden, models.cut_pairs(config, adapter.weights), has_aux=True)
     outputs, d_hidden_BTD, unembed = _compute_head(params, adapter, hidden_BTD, batch, total["unembed"])
 
     # Add the gradient of each layer to the sum in place, so that no second array of all layers is
@@ -96,7 +101,7 @@ def accumulate(
     sums = jax.tree.map(jax.new_ref, models.cut_pairs(config, total))
     backward.with_refs(sums)(d_hidden_BTD)
     total = {**models.join_pairs(config, jax.tree.map(jax.freeze, sums)), "unembed": unembed}
-    return constrain_adapter(params.layout, config, total), outputs
+    return constrain_adapter(params.layout, config, total), replace(outputs, expert_counts=counts)
 
 
 def _compute_head(

@@ -60,6 +60,8 @@ class MicroBatch:
 
     The padding at the end of a row counts as one more example.
     """
+    uses_BT: Any
+    """int32: how many examples have the token at a position; 0 for padding."""
     targets: Any
     """int32 [B, T], or [B, T, K] if examples have multiple targets per position."""
     inputs: dict[str, Any]
@@ -231,6 +233,7 @@ def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_l
         loss=np.int32(0),
         tokens_BT=np.zeros((B, T), np.int32),
         start_BT=np.zeros((B, T), np.int32),
+        uses_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in LOSS_INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
@@ -243,12 +246,15 @@ def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> M
     first = examples[plan.members[0]]
     loss = LOSSES[first.loss]
     batch = make_empty_micro_batch(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
+
+    # Copy each example to its place.
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
         end = start + example.tokens.size
         batch.tokens_BT[row, start:end] = example.tokens
         batch.start_BT[row, start:end] = start
+        batch.uses_BT[row, start:end] = 1
         batch.start_BT[row, end:] = end  # the next example overwrites this, if there is one
         _copy_array(batch.targets[row, start:end], example.loss_inputs[TARGET_TOKENS])
         for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,7 @@ from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train.custom_losses import CustomLossPrograms, LossShape
+from skyrl_tx.backends.jax.train.expert_metrics import compute_expert_metrics
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms
 from skyrl_tx.backends.jax.train.training_state import TrainingState, TrainingStates, make_zero_gradient
 from skyrl_tx.contract.backend import Pass
@@ -230,6 +231,8 @@ class JaxPass(Pass):
             for index, result in packing.read_results(planned.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
 
+        self._add_expert_metrics(results, outputs)
+
         # Commit.
         if self._backward:
             self._commit()
@@ -237,6 +240,15 @@ class JaxPass(Pass):
             self._memory.shrink(self._memory_plan)
         self.abort()
         return [results[index] for index in range(len(results))]
+
+    def _add_expert_metrics(self, results: dict[int, PassResult], outputs: list[Any]) -> None:
+        """Add the metrics of experts of each request to the results of its examples."""
+        pairs = list(zip(self._dispatched, outputs, strict=True))
+        for request in self._requests:
+            counts = [output.expert_counts for (planned, _), output in pairs if planned.request is request]
+            if metrics := compute_expert_metrics(counts):
+                for index in range(request.start, request.start + len(request.examples)):
+                    results[index] = replace(results[index], metrics={**results[index].metrics, **metrics})
 
     @override
     def abort(self) -> None:
