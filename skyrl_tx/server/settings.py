@@ -42,7 +42,18 @@ class ApiFlags(CommonSettings):
     Default: the model's own template.
     """
     tool_parser: Literal[
-        "auto", "deepseek", "glm", "harmony", "hermes", "kimi", "llama3", "mistral", "qwen3_coder", "none"
+        "auto",
+        "deepseek",
+        "deepseek_v32",
+        "glm",
+        "harmony",
+        "hermes",
+        "kimi",
+        "llama3",
+        "llama4",
+        "mistral",
+        "qwen3_coder",
+        "none",
     ] = "auto"
     """Form in which the model writes reasoning and tool calls; 'auto': by the chat template."""
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)

@@ -148,8 +148,8 @@ class ReplyConstraint:
         """
         require(
             self._form in WRITERS,
-            "tool_choice: this server cannot force tool calls, because it does not know in which format this model "
-            "writes them; use 'auto'",
+            f"tool_choice: this server cannot force tool calls in the format of this model, {self._form or 'unknown'}; "
+            "use 'auto'",
             field="tool_choice",
         )
         calls = write_calls(self._writer, self._form, Tools(tools, where), self._template, has_one_call=has_one_call)

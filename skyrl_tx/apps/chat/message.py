@@ -44,6 +44,8 @@ class MessageBlock:
     """Only white space and other blocks can come before this block."""
     keeps_end: bool = False
     """The mark that ends the block also begins the next block."""
+    needs_end: bool = False
+    """A block of kind "call" without the mark that ends it is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,22 @@ FORMS: Mapping[str, Form] = {
         inner_marks=("<|start|>", "<|channel|>", "<|constrain|>"),
         has_headers=True,
     ),
+    # DeepSeek V3.2, and V4 with another name of the outer mark
+    "deepseek_v32": Form(
+        (
+            *_THOUGHTS,
+            MessageBlock(
+                kind="call",
+                start="<｜DSML｜invoke",
+                ends=("</｜DSML｜invoke>",),
+                read=tool_calls.read_dsml,
+                needs_end=True,
+            ),
+            *(_drop(f"<{sign}｜DSML｜{name}>") for name in ("function_calls", "tool_calls") for sign in ("", "/")),
+        ),
+        clues=("｜DSML｜",),
+        inner_marks=("｜DSML｜",),
+    ),
     # DeepSeek V3, V3.1 and R1
     "deepseek": Form(
         (
@@ -160,6 +178,15 @@ FORMS: Mapping[str, Form] = {
     "glm": Form((*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL)), clues=("<arg_key>",)),
     # Hermes, Qwen2.5 and Qwen3
     "hermes": Form((*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), clues=(_CALL,)),
+    # Llama 4, and Llama 3.2 with the same instructions
+    "llama4": Form(
+        (
+            *_THOUGHTS,
+            _make_call(tool_calls.read_pythonic, "<|python_start|>", "<|python_end|>"),
+            _make_call(tool_calls.read_pythonic, "[", is_first=True),
+        ),
+        clues=("[func_name1(",),
+    ),
     # Llama 3
     "llama3": Form(
         (
@@ -323,7 +350,8 @@ class MessageParser:
 
         if block.read is None:
             return self._read_text(block, body.rstrip() if block.kind == "reasoning" else body)
-        calls = tool_calls.read_calls(block.read, self._opened_by + body, self._schemas)
+        is_complete = bool(end) or not block.needs_end
+        calls = tool_calls.read_calls(block.read, self._opened_by + body, self._schemas) if is_complete else None
         if calls is None:
             return self._release(self._opened_by + body + ("" if block.keeps_end else end))
         self._space, self._follows_block, self.has_calls = "", True, True

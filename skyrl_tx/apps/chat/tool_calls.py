@@ -4,6 +4,7 @@ A reader gets the text of one block of a message, for example `<tool_call>{"name
 mark that ends the block. Readers raise ValueError or RecursionError if the text is malformed.
 """
 
+import ast
 import json
 import re
 import secrets
@@ -18,6 +19,22 @@ _NAME = re.compile(r"[\w.:/-]+")
 _MISTRAL_CALL = re.compile(
     r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(\[CALL_ID\]\s*(?P<id>\w+)\s*)?(\[ARGS\]\s*)?(?P<arguments>\{.*)", re.DOTALL
 )
+_MAX_PYTHON = 2**17
+"""Maximum number of characters of calls in Python."""
+_PYTHON_TOKEN = re.compile(
+    r"""(?P<text>"(?!"")(?:[^"\\]|\\.)*"|'(?!'')(?:[^'\\]|\\.)*')"""
+    r"""|-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[^\W\d][\w./-]{0,127}(?![\w./'"-])"""
+    r"""|[\[\](){},:=]|(?P<space>\s+)""",
+    re.DOTALL,
+)
+"""A text, a number, a name or a sign of a Python literal."""
+_PYTHON_ESCAPE = re.compile(
+    r"""(?P<pair>\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})"""
+    r"""|(?P<valid>\\(?:[\\'"abfnrtv\n]|x[\da-fA-F]{2}|u[\da-fA-F]{4}))|\\/?|[\n\r]"""
+)
+_DSML_ATTRIBUTES = re.compile(r"""\s*name="(?P<name>[^"]*)"(?:\s+string="(?P<string>true|false)")?\s*""")
+_OPENING, _CLOSING = frozenset("[({"), frozenset("])}")
+_JSON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +178,12 @@ def _convert_value(text: str, schema: object) -> object:
         return _PYTHON_WORDS.get(text.strip(), text)
 
 
+def _allows_text(schema: object) -> bool:
+    """Return whether a schema allows strings, or names no types."""
+    types = [name for name in list_types(schema) if name is not None]
+    return not types or "string" in types
+
+
 def list_types(schema: object) -> list[object]:
     """Return the types that a schema allows, directly or as one of its alternatives."""
     types: list[object] = []
@@ -216,3 +239,114 @@ def read_mistral(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     values = json.loads(text.removeprefix("[TOOL_CALLS]"))
     for value in values if isinstance(values, list) else [values]:
         yield _read_object(value, "arguments", call_id=secrets.token_hex(5)[:9])
+
+
+def read_dsml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Read `<｜DSML｜invoke name="…">` and its `<｜DSML｜parameter name="…" string="true">value</｜DSML｜parameter>`.
+
+    A value with `string="false"` is JSON.
+    """
+    head, _, body = text.removeprefix("<｜DSML｜invoke").partition(">")
+    name, values = _read_attributes(head)[0], dict[str, object]()
+    for parameter, value in _split_pairs(body, "<｜DSML｜parameter", ">", "</｜DSML｜parameter>"):
+        key, kind = _read_attributes(parameter)
+        schema = schemas.get(name, {}).get(key)
+        if kind == "true" and _allows_text(schema):
+            values[key] = value
+        else:
+            is_text = list_types(schema) == ["string"]
+            values[key] = _convert_value(value, schema if is_text or kind != "false" else None)
+    yield make_call(_read_name(name), values)
+
+
+def _read_attributes(text: str) -> tuple[str, str]:
+    """Return the attributes `name` and `string` of DSML. The second may be missing."""
+    match = _DSML_ATTRIBUTES.fullmatch(text)
+    if match is None:
+        raise ValueError("the attributes are malformed")
+    return match["name"], match["string"] or ""
+
+
+def read_pythonic(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Read a list of calls in Python, `[name(key=value), name()]`, whose values are literals.
+
+    A value in quotes is converted if the schema allows no string, because chat templates write all
+    values of earlier calls in quotes.
+    """
+    text = text.removeprefix("<|python_start|>")
+    if len(text) > _MAX_PYTHON:
+        raise ValueError("too long")
+    for name, *rest in _split_at_commas(_unwrap(_scan_python(text), "[", "]")):
+        properties, arguments = schemas.get(name, {}), dict[str, object]()
+        for key, sign, *value in _split_at_commas(_unwrap(rest, "(", ")")):
+            if sign != "=" or _read_name(key) in arguments:
+                raise ValueError("not a keyword argument")
+            argument, schema = _evaluate(value), properties.get(key)
+            is_converted = isinstance(argument, str) and not _allows_text(schema)
+            arguments[key] = _convert_value(str(argument), schema) if is_converted else argument
+        yield make_call(_read_name(name), arguments)
+
+
+def _scan_python(text: str) -> list[str]:
+    """Return the tokens of Python literals, without white space and invalid escapes."""
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _PYTHON_TOKEN.match(text, position)
+        if match is None:
+            raise ValueError("not a Python literal")
+        position = match.end()
+        if match["space"] is None:
+            tokens.append(match[0] if match["text"] is None else _PYTHON_ESCAPE.sub(_repair_escape, match[0]))
+    return tokens
+
+
+def _repair_escape(match: re.Match[str]) -> str:
+    """Return an escape that Python knows.
+
+    The escapes of JSON differ, and models forget to escape backslashes and line breaks.
+    """
+    if match["pair"] is not None:
+        return str(json.loads(f'"{match[0]}"'))
+    return match["valid"] or {"\n": r"\n", "\r": r"\r", r"\/": "/"}.get(match[0], r"\\")
+
+
+def _unwrap(tokens: Sequence[str], start: str, end: str) -> Sequence[str]:
+    if len(tokens) < 2 or tokens[0] != start or tokens[-1] != end:
+        raise ValueError(f"not in {start}{end}")
+    return tokens[1:-1]
+
+
+def _split_at_commas(tokens: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the tokens between commas that are not in brackets. Raises ValueError for unbalanced or deep brackets."""
+    depth, part = 0, list[str]()
+    for token in tokens:
+        depth += (token in _OPENING) - (token in _CLOSING)
+        if not 0 <= depth <= _MAX_DEPTH:
+            raise ValueError("brackets are unbalanced or nested too deep")
+        if token == "," and depth == 0:
+            yield part
+            part = []
+        else:
+            part.append(token)
+    if part:
+        yield part
+
+
+def _evaluate(tokens: Sequence[str]) -> object:
+    """Return the value of a literal. Raises ValueError if it is malformed.
+
+    The depth of the syntax tree is limited, because brackets are, and other values never follow
+    each other directly as in `f()()()` or `1 -1 -1`.
+    """
+    follows_value = False
+    for token in tokens:
+        if follows_value and token not in _CLOSING and token not in (",", ":"):
+            raise ValueError("not a literal")
+        follows_value = token not in _OPENING and token not in (",", ":")
+    try:
+        value = ast.literal_eval("".join(_JSON_WORDS.get(token, token) for token in tokens))
+        json.dumps(value)  # raises TypeError for a set
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError("not a literal that JSON has") from error
+    return value

@@ -1,14 +1,18 @@
 """Grammars of tool calls allow exactly the calls that the parser of the same form reads."""
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from skyrl_tx.apps.chat.call_grammars import WRITERS, GrammarWriter, Tools, write_calls
+from skyrl_tx.apps.chat.constraints import ReplyConstraint
 from skyrl_tx.apps.chat.message import FORMS
+from skyrl_tx.apps.chat.prompts import ChatPrompt
+from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.grammars.grammar import make_limits
@@ -81,7 +85,18 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def test_every_form_with_tool_calls_has_a_grammar() -> None:
-    assert set(WRITERS) == {name for name, form in FORMS.items() if form.has_calls}
+    without_grammar = {"deepseek_v32", "llama4"}
+    assert set(WRITERS) | without_grammar == {name for name, form in FORMS.items() if form.has_calls}
+
+
+@pytest.mark.parametrize("form", ["deepseek_v32", "llama4"])
+def test_a_form_without_a_grammar_refuses_forced_calls_by_name(form: str) -> None:
+    text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=TOKENIZER)
+    prompt = ChatPrompt("", [], FORMS[form], TOOLS)
+    constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt)
+    with pytest.raises(FieldError, match=f"in the format of this model, {form}; use 'auto'") as caught:
+        constraint.require_calls(TOOLS, ["tools[0]", "tools[1]"], has_one_call=False)
+    assert caught.value.field == "tool_choice"
 
 
 @pytest.mark.parametrize("name", CALLS)

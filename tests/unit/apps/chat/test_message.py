@@ -1,6 +1,7 @@
 """Reasoning and tool calls are found regardless of how the text is split."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,7 +191,84 @@ MISTRAL: dict[str, list[Any]] = {
     f"[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{ARGUMENTS}": [FOUND],
     "[TOOL_CALLS]find[ARGS]{": [("content", "[TOOL_CALLS]find[ARGS]{")],
 }
+DSML_CALL = (
+    '<｜DSML｜invoke name="find">\n<｜DSML｜parameter name="city" string="true">Zürich</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
+DEEPSEEK_V32: dict[str, list[Any]] = {
+    f"I look.</think>Look:\n\n<｜DSML｜function_calls>\n{DSML_CALL}\n{DSML_CALL}\n</｜DSML｜function_calls>": [
+        *(("reasoning", "I look."), ("content", "Look:"), FOUND, FOUND),
+    ],
+    # V4
+    f"<think></think><｜DSML｜tool_calls>\n{DSML_CALL}\n</｜DSML｜tool_calls>": [FOUND],
+    '<｜DSML｜function_calls><｜DSML｜invoke name="now"></｜DSML｜invoke></｜DSML｜function_calls>': [
+        ("call", "now", {})
+    ],
+    # The schema decides, and otherwise the attribute `string`
+    '<｜DSML｜invoke name="find">\n<｜DSML｜parameter name="city" string="false">12</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="true">2</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="note" string="false">null</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="other" string="true">[1]</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="more" string="false">{"a": [true]}</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="last"> a\n</b> </｜DSML｜parameter>\n</｜DSML｜invoke>': [
+        (
+            "call",
+            "find",
+            {"city": "12", "n": 2, "note": None, "other": "[1]", "more": {"a": [True]}, "last": " a\n</b> "},
+        ),
+    ],
+    # Malformed
+    '<｜DSML｜invoke name="find">\n</｜DSML｜in': [("content", '<｜DSML｜invoke name="find">\n</｜DSML｜in')],
+    "<｜DSML｜invoke find>\n</｜DSML｜invoke>": [("content", "<｜DSML｜invoke find>\n</｜DSML｜invoke>")],
+    '<｜DSML｜invoke name="find"><｜DSML｜parameter string="true">2</｜DSML｜parameter></｜DSML｜invoke>': [
+        (
+            "content",
+            '<｜DSML｜invoke name="find"><｜DSML｜parameter string="true">2</｜DSML｜parameter></｜DSML｜invoke>',
+        ),
+    ],
+    '<｜DSML｜invoke name="find"><｜DSML｜parameter name="n" string="false">2</｜DSML｜invoke>': [
+        ("content", '<｜DSML｜invoke name="find"><｜DSML｜parameter name="n" string="false">2</｜DSML｜invoke>'),
+    ],
+}
+LLAMA4: dict[str, list[Any]] = {
+    '[find(city="Zürich", n=2)]': [FOUND],
+    "[find(city='Zürich', n=2), now()]": [FOUND, ("call", "now", {})],
+    '\n<|python_start|>[find(n="2",\n  city="Zürich",)]<|python_end|>': [FOUND],
+    'Look:<|python_start|>[find(city="Zürich", n=2)]<|python_end|>': [("content", "Look:"), FOUND],
+    # Literals of Python and JSON, names with hyphens, and names that are words of Python
+    '[get-it.all(from=\'it\\\'s "a"\', a=[1, -2.5e3, (True, None)], b={\'k\': {"l": false}, "m": null}, note=null)]': [
+        (
+            "call",
+            "get-it.all",
+            {"from": 'it\'s "a"', "a": [1, -2500.0, [True, None]], "b": {"k": {"l": False}, "m": None}, "note": None},
+        ),
+    ],
+    # Escapes of Python and JSON, unknown escapes, and line breaks
+    '[f(a="\\n\\u00fc\\ud83d\\ude00\\/", b="\\d+\\\\s\\0", c="x\ny", d=\'\\x41\')]': [
+        ("call", "f", {"a": "\nü😀/", "b": "\\d+\\s\\0", "c": "x\ny", "d": "A"}),
+    ],
+    # The schema decides about values in quotes
+    '[find(city="12", n="2", note="null", other="3")]': [
+        ("call", "find", {"city": "12", "n": 2, "note": "null", "other": "3"}),
+    ],
+    "[1, 2] are numbers": [("content", "[1, 2] are numbers")],
+    'Look: [find(city="Zürich")]': [("content", 'Look: [find(city="Zürich")]')],
+    "[find(1)]": [("content", "[find(1)]")],
+    "[find(n=1": [("content", "[find(n=1")],
+    "[find(n=1, n=2)]": [("content", "[find(n=1, n=2)]")],
+    "[find(n=print(1))]": [("content", "[find(n=print(1))]")],
+    "[find(n={1, 2})]": [("content", "[find(n={1, 2})]")],
+    "[find(n={[1]: 2})]": [("content", "[find(n={[1]: 2})]")],
+    "[find(n=007)]": [("content", "[find(n=007)]")],
+    "[find(n=1 -1)]": [("content", "[find(n=1 -1)]")],
+    "[find(city=f'{n}')]": [("content", "[find(city=f'{n}')]")],
+    '[find(city="""a""")]': [("content", '[find(city="""a""")]')],
+    "[find(n=1)] and [find(n=2)]": [("content", "[find(n=1)] and [find(n=2)]")],
+    "[]": [("content", "[]")],
+}
 MESSAGES = {
+    "deepseek_v32": DEEPSEEK_V32,
+    "llama4": LLAMA4,
     "hermes": HERMES,
     "llama3": LLAMA3,
     "qwen3_coder": QWEN3_CODER,
@@ -271,6 +349,8 @@ def test_ids_of_calls_are_accepted_by_the_chat_templates() -> None:
         ("… <｜tool▁calls▁begin｜><｜tool▁call▁begin｜> …", "deepseek"),
         ("… <|tool_calls_section_begin|><|tool_call_begin|> …", "kimi"),
         ("… [TOOL_CALLS] …", "mistral"),
+        ("… <｜DSML｜function_calls> …", "deepseek_v32"),
+        ("… [func_name1(param1=value1, …)] … role == 'ipython'", "llama4"),
         ("… <|python_tag|> …", "llama3"),
         ("role == 'ipython'", "llama3"),
         ("plain", "none"),
@@ -297,6 +377,9 @@ WRITTEN = {
     "deepseek": "<｜tool▁call▁begin｜>find<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
     "kimi": "<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
     "mistral": "[TOOL_CALLS]find[ARGS]%s",
+    "deepseek_v32": '<｜DSML｜invoke name="find"><｜DSML｜parameter name="a" string="false">%s</｜DSML｜parameter>'
+    "</｜DSML｜invoke>",
+    "llama4": "[find(a=%s)]",
 }
 
 
@@ -322,6 +405,38 @@ def test_values_that_no_response_can_contain_are_text(value: str) -> None:
     ):
         parser = MessageParser(FORMS[form])
         assert "".join(part.text for part in parser.feed(written) if isinstance(part, TextPart)) == written
+
+
+HOSTILE_PYTHON = {
+    "deep lists": "[" * 5000 + "]" * 5000,
+    "deep brackets": "(" * 100_000,
+    "calls of calls": "f" + "()" * 50_000,
+    "attributes": "a" + ".a" * 50_000,
+    "attributes with spaces": "a" + " .a" * 50_000,
+    "differences": "1" + " -1" * 50_000,
+    "signs": "-" * 50_000 + "1",
+    "digits": "1" * 100_000,
+    "digits and a letter": "1" * 100_000 + "a",
+    "texts": "''" * 50_000,
+    "open text": '"' + "\\\\" * 50_000,
+    "conditions": "1 if 1 else " * 10_000 + "1",
+    "lambdas": "lambda:" * 10_000 + "1",
+    "too long": "'" + "a" * 2**17 + "'",
+    "surrogate": "'\\ud83d'",
+    "null character": "'a\0b'",
+    "infinity": "1e999",
+    "deep conversion": "[" * 101 + "]" * 101,
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE_PYTHON.values(), ids=HOSTILE_PYTHON)
+def test_hostile_python_is_text(value: str) -> None:
+    written = f"[find(a={value})]"
+    started = time.process_time()
+    parser = MessageParser(FORMS["llama4"])
+    parts = parser.feed(written, is_last=True)
+    assert time.process_time() - started < 5.0
+    assert not parser.has_calls and "".join(part.text for part in parts if isinstance(part, TextPart)) == written
 
 
 def test_nested_arguments_are_a_call() -> None:
