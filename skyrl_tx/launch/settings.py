@@ -200,8 +200,6 @@ class QuickstartSettings(BaseSettings):
     """Supervised steps, of 16 questions each."""
     rl_steps: int = Field(default=24, ge=1)
     """Reinforcement learning steps, of 8 questions with 8 answers each."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the adapter's weights, the order of questions and the samples."""
 
     @classmethod
     def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -113,7 +113,7 @@ def describe_adapter(config: ModelConfig, rank: int) -> Adapter:
     return Adapter(weights=weights, scale=make_shape())  # type: ignore[arg-type]
 
 
-def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = None) -> Adapter:
+def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = None, *, alpha: float = ALPHA) -> Adapter:
     """Return a new adapter as numpy arrays. A is drawn from the seed and B is zero.
 
     Both are padded with zeros to `max_rank`. A is uniform on ±1/sqrt(I), like PEFT's
@@ -130,7 +130,7 @@ def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = Non
         key = hashlib.sha256(f"{lora.seed}:{name}".encode()).digest()[:16]
         draw = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
         np.asarray(a)[..., : lora.rank] = draw.uniform(-bound, bound, (*a.shape[:-1], lora.rank))
-    return adapter.replace(scale=np.float32(ALPHA / lora.rank))  # type: ignore[attr-defined]
+    return adapter.replace(scale=np.float32(alpha / lora.rank))  # type: ignore[attr-defined]
 
 
 def make_adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> AdapterFormat:

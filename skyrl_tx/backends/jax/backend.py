@@ -319,7 +319,7 @@ class JaxBackend(AbstractBackend):
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         with convert_memory_errors("another model in training"):
-            state = make_training_state(self._model, spec.lora, self._smallest_rank)
+            state = make_training_state(self._model, spec.lora, self._smallest_rank, self._config.lora_alpha)
             state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
 
@@ -384,7 +384,7 @@ class JaxBackend(AbstractBackend):
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
-        fresh = make_training_state(self._model, spec.lora, self._smallest_rank)
+        fresh = make_training_state(self._model, spec.lora, self._smallest_rank, self._config.lora_alpha)
         state = checkpoint.restore(fresh, checkpoint.as_adapter_snapshot(source), parts)
         with convert_memory_errors("another model in training"):
             state = put_on_devices(state, self._placement)
@@ -493,7 +493,7 @@ class JaxBackend(AbstractBackend):
             **({"experts_kernel": kernels.experts_name} if count_moe_layers(self._model) else {}),
             **self.fingerprint_changes(),
             "sample_slots": f"{samples.num_slots} of {samples.tokens} tokens",
-            "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
+            **{name: str(getattr(config, name)) for name in ("prefill_chunk_tokens", "lora_alpha")},
             **({} if self._smallest_rank == SMALLEST_RANK else {"smallest_rank": str(self._smallest_rank)}),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }

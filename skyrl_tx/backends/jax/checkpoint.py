@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.backends.jax.train.training_state import SMALLEST_RANK, TrainingState, pad_rank, resize_rank
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.state_files import ALPHA, FILES, FIRST_MOMENT, SECOND_MOMENT, STEP
+from skyrl_tx.contract.state_files import FILES, FIRST_MOMENT, SECOND_MOMENT, STEP
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.weights.peft import AdapterFormat, Tensors, read_config, read_tensors
 
@@ -78,7 +78,7 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
     snapshot = AdapterSnapshot(
         format=format,
         rank=state.lora.rank,
-        alpha=ALPHA,
+        alpha=state.alpha,
         targets=state.targets,
         parts={part: state_parts[part] for part in parts},
     )
@@ -93,12 +93,13 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
 def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[StatePart]) -> TrainingState:
     """Return the `fresh` state with `parts` of a snapshot. The arrays are not on the devices yet.
 
-    Raises UserError if the snapshot does not fit the model, or lacks a part.
+    Weights keep the alpha that they were trained with. Raises UserError if the snapshot does not
+    fit the model, or lacks a part.
     """
     # Does the snapshot fit?
     for name, actual, expected in (
         ("rank", source.rank, fresh.lora.rank),
-        ("lora_alpha", source.alpha, ALPHA),
+        ("lora_alpha", source.alpha, source.alpha if StatePart.WEIGHTS in parts else fresh.alpha),
         ("targets", sorted(source.targets), sorted(fresh.targets)),
     ):
         if actual != expected:
@@ -109,7 +110,9 @@ def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[Sta
     # Replace the parts.
     state = fresh
     if StatePart.WEIGHTS in parts:
-        state = replace(state, adapter=replace(state.adapter, weights=source.parts[StatePart.WEIGHTS]))
+        scale = np.float32(source.alpha / source.rank)
+        adapter = replace(state.adapter, weights=source.parts[StatePart.WEIGHTS], scale=scale)
+        state = replace(state, alpha=source.alpha, adapter=adapter)
     if StatePart.OPTIMIZER in parts:
         state = replace(state, optimizer=source.parts[StatePart.OPTIMIZER])
     return state.with_gradient(source.parts[StatePart.GRADIENT]) if StatePart.GRADIENT in parts else state

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.process.paths import get_home
 
 MAX_TRAINING_COMPILE_THREADS = 4
@@ -121,6 +122,10 @@ class JaxFlags(BaseModel):
     models of rank max_lora_rank as fit, at most 64."""
     max_lora_rank: int = Field(default=64, gt=0)
     """Highest LoRA rank that a client may request."""
+    lora_alpha: float = Field(default=ALPHA, gt=0, le=1e6, json_schema_extra=CHANGES_RESULTS)
+    """LoRA's alpha of new models: the update of a linear map is B A times alpha / rank.
+    The protocol has no such field. Models and checkpoints that exist keep the alpha that they were
+    trained with."""
     micro_batch_tokens: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """Tokens of a training micro-batch on all devices together, padding included.
     A lower value takes less memory. Unset: as many as fit; 1024 on CPU."""

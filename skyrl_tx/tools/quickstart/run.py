@@ -24,6 +24,8 @@ from skyrl_tx.tools.quickstart.training import QuestionFileError, QuestionSet, l
 ANY_KEY = "tml-local"  # the SDK requires a key of this form; a server on loopback accepts any key
 
 RANK = 32
+SEED = 0
+"""Seed of the adapter's weights, the order of questions and the samples."""
 NUM_SHOWN = 2  # questions whose answers are printed
 NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
 NUM_HELD_OUT = 64  # questions of the held-out loss
@@ -95,10 +97,10 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
     with serve(data_dir.resolve(), log, *flags) as url:
         print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
         with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
-            client = service.create_lora_training_client(name, rank=RANK, seed=settings.seed).result()
+            client = service.create_lora_training_client(name, rank=RANK, seed=SEED).result()
             page = f"{url}/training_runs/{client.model_id}"
             print(f"Watch it live: {page} (curves of loss and reward, samples, checkpoints)", flush=True)
-            trainer = _Trainer(client, questions, settings.seed, url)
+            trainer = _Trainer(client, questions, url)
             print_compilation(url)
             nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
             draw_curves(curves, nll, reward)
@@ -183,12 +185,11 @@ class MetricCurve:
 class _Trainer:
     """Runs supervised training, then reinforcement learning, and prints the progress."""
 
-    def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int, url: str):
+    def __init__(self, client: TrainingClient, questions: QuestionSet, url: str):
         self._client = client
         self._metrics_url = f"{url}/api/v1/training_runs/{client.model_id}/metrics"
         self._num_steps = 0
         self._questions = questions
-        self._seed = seed
         self._chat = training.Chat(client.get_tokenizer())
         self._started = time.monotonic()
 
@@ -204,7 +205,7 @@ class _Trainer:
 
         # Train.
         losses: list[float] = []
-        for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
+        for step, nll in enumerate(training.train_sft(self._client, train, num_steps, SEED), start=1):
             losses.append(nll)
             self._log(step, train_nll=nll)
             if step % PRINT_EVERY == 1 or step == num_steps:
@@ -228,12 +229,12 @@ class _Trainer:
             f"reward {training.REWARD_TEXT}"
         )
         held_out = self._questions.held_out[:NUM_REWARDED]
-        before = training.measure_mean_reward(self._make_sampler(), self._chat, held_out, self._seed)
+        before = training.measure_mean_reward(self._make_sampler(), self._chat, held_out, SEED)
         self._print(f"  held-out reward before  {before:.3f}")
 
         # Train.
         rewards: list[float] = []
-        steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
+        steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, SEED)
         for step, (reward, num_trained) in enumerate(steps, start=1):
             rewards.append(reward)
             self._log(self._num_steps + step, reward=reward, answers_trained_on=num_trained)
@@ -241,7 +242,7 @@ class _Trainer:
 
         # Measure after.
         sampler = self._make_sampler()
-        after = training.measure_mean_reward(sampler, self._chat, held_out, self._seed)
+        after = training.measure_mean_reward(sampler, self._chat, held_out, SEED)
         self._log(self._num_steps, held_out_reward=before)
         self._log(self._num_steps + num_steps, held_out_reward=after)
         self._print(f"  held-out reward after   {after:.3f}")
@@ -258,7 +259,7 @@ class _Trainer:
         return self._client.save_weights_and_get_sampling_client().result()
 
     def _print_answers(self, when: str, sampler: SamplingClient) -> None:
-        lines = training.format_answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], self._seed)
+        lines = training.format_answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], SEED)
         self._print(f"  held-out answers {when}:")
         print(*lines, sep="\n", flush=True)
 

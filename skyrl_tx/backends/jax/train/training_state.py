@@ -20,6 +20,7 @@ from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw_step, co
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, OptimizerParams
+from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 
 SMALLEST_RANK = 8
@@ -31,6 +32,8 @@ class TrainingState:
     """The state of one model. Its arrays have padded ranks."""
 
     lora: LoraSpec
+    alpha: float
+    """LoRA's alpha. The scale of `adapter` is alpha / rank."""
     targets: tuple[str, ...]
     """Names of the linear maps that are trained."""
     adapter: Adapter
@@ -82,12 +85,13 @@ def choose_smallest_rank(config: JaxConfig) -> int:
 
 
 def make_training_state(
-    config: models.ModelConfig, lora: LoraSpec, smallest_rank: int = SMALLEST_RANK
+    config: models.ModelConfig, lora: LoraSpec, smallest_rank: int = SMALLEST_RANK, alpha: float = ALPHA
 ) -> TrainingState:
     """Return a new model as host arrays: A drawn from the seed, B zero, and no gradient."""
-    adapter = models.init_adapter(config, lora, pad_rank(lora.rank, smallest_rank))
+    adapter = models.init_adapter(config, lora, pad_rank(lora.rank, smallest_rank), alpha=alpha)
     return TrainingState(
         lora=lora,
+        alpha=alpha,
         targets=models.get_trained_targets(config, lora),
         adapter=adapter,
         optimizer=init_state(adapter.weights),

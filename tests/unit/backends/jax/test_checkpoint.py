@@ -1,7 +1,7 @@
 """Adapter files: PEFT names and shapes, the true rank, and errors for files that do not fit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
+from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.backends.jax.train.training_state import (
@@ -20,9 +21,11 @@ from skyrl_tx.backends.jax.train.training_state import (
     resize_rank,
 )
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.peft import AdapterFormat
@@ -45,10 +48,10 @@ def form(request, tmp_path_factory) -> Fixture:
     return Fixture(config, models.make_adapter_format(config, family.weights, "tiny"))
 
 
-def make_trained_state(form: Fixture, **lora) -> checkpoint.TrainingState:
+def make_trained_state(form: Fixture, alpha: float = 32.0, **lora) -> checkpoint.TrainingState:
     """Return a training state with different numbers in every part, and zeros in the padding."""
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
-    state = make_training_state(form.config, spec)
+    state = make_training_state(form.config, spec, alpha=alpha)
     weights = jax.tree.map(np.array, state.adapter.weights)
     for name in state.targets:
         weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
@@ -60,6 +63,7 @@ def make_trained_state(form: Fixture, **lora) -> checkpoint.TrainingState:
 
     return checkpoint.TrainingState(
         lora=spec,
+        alpha=alpha,
         targets=state.targets,
         adapter=state.adapter.replace(weights=scale_weights(1)),
         optimizer=OptimizerState(first=scale_weights(2), second=scale_weights(3), step=jax.numpy.int32(4)),
@@ -161,6 +165,42 @@ def test_a_snapshot_of_another_kind_of_model_is_refused(form):
     same = make_training_state(form.config, LoraSpec(rank=2, seed=0))
     with pytest.raises(UserError, match="holds no optimizer"):
         checkpoint.restore(same, source, {StatePart.OPTIMIZER})
+
+
+def test_weights_keep_the_alpha_that_they_were_trained_with(form, tmp_path):
+    trained = make_trained_state(form, alpha=7.5)
+    checkpoint.capture(trained, ALL_PARTS, form.files).write(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 7.5
+
+    # The server now gives new models another alpha.
+    fresh = make_training_state(form.config, trained.lora, alpha=64.0)
+    opened = checkpoint.open_snapshot(tmp_path, form.files)
+    restored = checkpoint.restore(fresh, opened, ALL_PARTS)
+    assert (restored.alpha, float(restored.adapter.scale)) == (7.5, 1.5)
+    on_device = replace(restored, adapter=jax.device_put(restored.adapter))
+    again = checkpoint.capture(on_device, WEIGHTS, form.files)
+    assert again.alpha == 7.5 and float(again.make_adapter(8).scale) == 1.5
+    with pytest.raises(UserError, match=r"its lora_alpha is 7\.5, but the lora_alpha of the model is 64"):
+        checkpoint.restore(fresh, opened, {StatePart.GRADIENT})
+
+
+def test_the_setting_is_the_alpha_of_new_models(tmp_path):
+    directory = str(write_model(tmp_path))
+    gradients = []
+    for alpha in (32.0, 64.0):
+        backend = JaxBackend(directory, JaxConfig(compile_cache_dir=None, max_lora_adapters=1, lora_alpha=alpha))
+        backend.start()
+        model = ModelId("m")
+        backend.create_model(model, ModelSpec(lora=LoraSpec(rank=4, seed=0)))
+        backend.forward_backward(PreparedModelPassBatch(examples=drawn_examples(model, (20,))))
+        (tmp_path / str(alpha)).mkdir()
+        backend.capture(model, ALL_PARTS).write(tmp_path / str(alpha))
+        gradients.append(load_file(tmp_path / str(alpha) / "gradient.safetensors"))
+        backend.close()
+
+    # With B = 0, the gradient by B is proportional to alpha.
+    for name, gradient in gradients[0].items():
+        np.testing.assert_allclose(gradients[1][name], 2 * gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_a_full_pool_takes_no_new_model(form):
