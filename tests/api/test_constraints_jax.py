@@ -1,4 +1,4 @@
-"""Constrained decoding with JAX, and in an engine that is restarted."""
+"""Constrained decoding with JAX, and sampling controls in an engine that is restarted."""
 
 import json
 import re
@@ -23,6 +23,13 @@ from tests.support.live_stack import PUBLIC_NAME, live_stack, small_backend
 from tests.support.tiny_tokenizer import PACKAGED
 
 PATTERN = "[ab]{12}-[0-9]{5}"
+CONTROLS: dict[str, dict[str, Any]] = {
+    "constraint": {"structured_outputs": {"regex": PATTERN}},
+    "penalties": {
+        **{"presence_penalty": 0.5, "frequency_penalty": 1.5, "repetition_penalty": 1.7},
+        **{"logit_bias": {"7": 2.5}, "min_tokens": 40, "min_p": 0.001},
+    },
+}
 BODY: dict[str, Any] = {"model": PUBLIC_NAME, "prompt": "Hello", "seed": 3, "n": 2, "max_tokens": 60}
 
 
@@ -51,13 +58,13 @@ def test_jax_draws_texts_that_match_and_leaves_other_samples_alone(tmp_path: Pat
     assert set(alone["greedy"]) <= {"yes", "no"}
 
 
-def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     text = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
     monkeypatch.setattr(FakeBackend, "make_tokenizer_reader", lambda _: lambda: text)
     tokenizer = str(write_tiny_model(tmp_path / "tokenizer"))
     common: dict[str, Any] = {"data_dir": tmp_path / "data", "base_model": "fake", "served_model_name": PUBLIC_NAME}
     common["data_dir"].mkdir(mode=0o700)
-    body = BODY | {"structured_outputs": {"regex": PATTERN}}
     has_drawn = threading.Event()
 
     def make_backend(delay_s: float = 0.0) -> FakeBackend:
@@ -67,7 +74,8 @@ def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: p
 
     with live_api(ApiSettings(port=0, tokenizer_id=tokenizer, **common)) as server, ThreadPoolExecutor() as pool:
 
-        def complete() -> list[str]:
+        def complete(controls: dict[str, Any]) -> list[str]:
+            body = BODY | controls
             response = server.client.post(COMPLETIONS, json=body, timeout=120)
             while response.status_code == 503:  # the engine is starting
                 time.sleep(0.1)
@@ -76,7 +84,8 @@ def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: p
             return [choice["text"] for choice in response.json()["choices"]]
 
         with live_engine(EngineSettings(**common), make_backend()):
-            expected = pool.submit(complete).result()
+            expected = pool.submit(complete, CONTROLS[name]).result()
+            assert pool.submit(complete, {}).result() != expected
 
         slow = make_backend(0.05)
         step, num_steps = slow.step_sample, 0
@@ -90,10 +99,10 @@ def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: p
 
         monkeypatch.setattr(slow, "step_sample", count_steps)
         with live_engine(EngineSettings(**common), slow):
-            interrupted = pool.submit(complete)
+            interrupted = pool.submit(complete, CONTROLS[name])
             assert has_drawn.wait(60)
         assert not interrupted.done()
         with live_engine(EngineSettings(**common), make_backend()):
             assert interrupted.result() == expected
     # The token that ends a sample of the fake model is "!" in this tokenizer.
-    assert all(re.fullmatch(PATTERN, text.removesuffix("!")) for text in expected)
+    assert name != "constraint" or all(re.fullmatch(PATTERN, text.removesuffix("!")) for text in expected)
