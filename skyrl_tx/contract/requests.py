@@ -186,6 +186,8 @@ class Constraint:
 
     kind: str
     text: str
+    field: str = ""
+    """The field of the client's request that has the constraint, for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

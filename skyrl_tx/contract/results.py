@@ -215,6 +215,8 @@ class Failure:
 
     message: str
     category: ErrorCategory
+    field: str | UnsetType = UNSET
+    """The path of the field that is wrong, if the error names one."""
 
 
 Result = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.constraints import TokenConstraint
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.grammars.matcher import GrammarCompiler
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 class RequestConstraint:
     """The compiled constraint of one request, which makes the constraints of its samples."""
 
-    def __init__(self, compiler: GrammarCompiler, compiled: "Future[LLMatcher]", stops: Collection[int]) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, compiled: "Future[LLMatcher]", stops: Collection[int], field: str
+    ) -> None:
         self.compiled = compiled
+        self._field = field
         self._compiler = compiler
         self._stops = stops
         self._errors: list[UserError] = []
@@ -31,9 +34,14 @@ class RequestConstraint:
         return self._compiler.make_matcher(self.compiled.result(), self._stops, self._errors)
 
     def raise_error(self) -> None:
-        """Raise the UserError of a sample that exceeded the limits of its grammar, if there is one."""
-        if self._errors:
-            raise self._errors[0]
+        """Raise a FieldError if the constraint cannot be compiled, or if a sample exceeded its limits."""
+        try:
+            if self.compiled.done():
+                self.compiled.result()
+            if self._errors:
+                raise self._errors[0]
+        except UserError as error:
+            raise FieldError(error.message, self._field) from error
 
 
 class Constraints:
@@ -64,12 +72,11 @@ class Constraints:
             stops = {*params.stop_token_ids, *(eos if params.eos_stops else ())}
             if not stops:
                 raise UserError("response_format: the model has no token that ends a sample; send stop_token_ids")
-            prepared = RequestConstraint(self._compiler, self._compiler.begin(constraint), stops)
+            prepared = RequestConstraint(self._compiler, self._compiler.begin(constraint), stops, constraint.field)
             prepared.compiled.add_done_callback(lambda _: self._store.wake())
             self._requests[request_id] = prepared
 
-        if prepared.compiled.done():
-            prepared.compiled.result()
+        prepared.raise_error()
         return prepared.compiled.done()
 
     def get(self, request_id: RequestId) -> RequestConstraint | None:

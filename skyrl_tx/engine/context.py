@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
+from skyrl_tx.contract.errors import BackendLost, FieldError, RequestError, ServerError
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.activity import DeviceClock
@@ -85,7 +87,8 @@ class EngineContext:
         if not isinstance(error, RequestError):
             self.backend.check_devices()
             error = report_internal_error(f"{queued.kind} request {queued.request_id}", error, queued)
-        failure = Failure(message=error.message, category=error.category)
+        field = error.field if isinstance(error, FieldError) else UNSET
+        failure = Failure(message=error.message, category=error.category, field=field)
 
         # Mark the gradient as incomplete after a failed forward_backward.
         request, model_id, incomplete = queued.request, queued.model_id, None

@@ -193,6 +193,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(stack: LiveStack, name: str
             {"structured_outputs": {"grammar": "start: <[5]> <|im_end|>"}},
             "structured_outputs.grammar",
         ),
+        "no such token of the bias": (COMPLETIONS, {"logit_bias": {"99999999": 1}}, "logit_bias"),
         "no JSON": (COMPLETIONS, {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         "list": (COMPLETIONS, {"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         "two": (COMPLETIONS, {"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex"),
@@ -216,3 +217,21 @@ def test_a_schema_that_cannot_be_enforced_is_refused(stack: LiveStack, name: str
 def test_a_wrong_field_is_named(stack: LiveStack, path: str, body: dict[str, Any], param: str) -> None:
     prompt: dict[str, Any] = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": TALK}
     assert refuse(stack, path, **prompt, **body)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"initial_lexer_fuel": 1}, "cannot be used with this model"), ({"max_lexer_states": 30}, "too complex")],
+    ids=["compile", "sample"],
+)
+def test_a_field_that_fails_in_the_engine_is_named(
+    stack: LiveStack, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], message: str
+) -> None:
+    from llguidance import LLParserLimits  # not on import of this module, see `check_imports`
+
+    small = LLParserLimits(**limits, verbose_errors=False)
+    monkeypatch.setattr("skyrl_tx.grammars.matcher.make_limits", lambda: small)
+    body = {"structured_outputs": {"regex": "[ab]*a[ab]{14}c"}, "max_tokens": 80}
+    for path, prompt in ((COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": TALK, **NO_THINKING})):
+        error = refuse(stack, path, **prompt, **body)
+        assert error["param"] == "structured_outputs" and message in error["message"], error

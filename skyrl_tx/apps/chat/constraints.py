@@ -113,7 +113,8 @@ def add_constraint(
         "ignore_eos: a constrained sample needs a token that ends it; remove ignore_eos or send stop_token_ids",
         field="ignore_eos",
     )
-    return replace(params, controls=replace(params.active_controls, constraint=constraint))
+    named = replace(constraint, field=field)
+    return replace(params, controls=replace(params.active_controls, constraint=named))
 
 
 class ReplyConstraint:

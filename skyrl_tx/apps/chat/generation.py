@@ -323,7 +323,8 @@ class Generation:
         self._context.results.mark_fetched(self.request_id)
         if isinstance(result, Failure):
             is_user = result.category is ErrorCategory.USER
-            raise ApiError(HTTPStatus.BAD_REQUEST if is_user else HTTPStatus.INTERNAL_SERVER_ERROR, result.message)
+            status = HTTPStatus.BAD_REQUEST if is_user else HTTPStatus.INTERNAL_SERVER_ERROR
+            raise ApiError(status, result.message, field=result.field or None)
         assert isinstance(result, SampleOutput)
         self.prompt_result = result.prompt
         return result
