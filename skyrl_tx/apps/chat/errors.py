@@ -9,12 +9,14 @@ from fastapi.responses import JSONResponse, Response
 
 from skyrl_tx.apps.chat.text import ContextTooLong
 from skyrl_tx.contract.errors import FieldError, RequestError
+from skyrl_tx.process.text import make_line
 from skyrl_tx.server.errors import ApiError
 
 Form = Literal["openai", "anthropic"]
 
 _OVERLOADED = 529
 """Anthropic's HTTP status for an overloaded server. Used instead of 503."""
+_MAX_PARAM_CHARS = 200
 _KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     HTTPStatus.BAD_REQUEST: ("invalid_request_error", None),
@@ -72,7 +74,9 @@ def describe_error(form: Form, status: int, detail: str, error: Exception | None
     if status == HTTPStatus.NOT_FOUND and "not offered" in detail:
         code = None
 
-    param = error.field if isinstance(error, ApiError | FieldError) else None
+    # A field can be a key that the client sent
+    field = error.field if isinstance(error, ApiError | FieldError) else None
+    param = None if field is None else make_line(field, _MAX_PARAM_CHARS)
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
