@@ -24,7 +24,7 @@ CORPUS = Path(__file__).parent / "corpus.jsonl"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("stack")
-    with adapters_in_process(), live_stack("fake", folder, retrieve_hold_s=0.01) as stack:
+    with adapters_in_process(), live_stack("fake", folder, retrieve_hold_s=0.01, has_tokenizer=True) as stack:
         yield stack.server
 
 

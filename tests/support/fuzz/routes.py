@@ -69,6 +69,7 @@ def create_ids(server: Server) -> dict[str, str]:
         "sampling_session_id": sampler,
         "request_id": saved.json()["request_id"],
         "base_model": base_model,
+        "model": base_model,
         "path": f"tinker://{model_id}/weights/a",
         "model_path": f"tinker://{model_id}/sampler_weights/a",
         "kind": "weights",
@@ -83,10 +84,12 @@ def schemas(kind: type[BaseModel] = WireModel) -> list[type[BaseModel]]:
 
 def find_schemas(path: str) -> list[type[BaseModel]]:
     """Return the schema named like the route, or all schemas if there is none."""
-    words = path.rsplit("/", 1)[-1].replace("_", "")
+    words = path.replace("/", "").replace("_", "").removesuffix("s")
     requests = [schema for schema in schemas() if schema.__name__.endswith("Request")]
     return [
-        schema for schema in requests if words.endswith(schema.__name__.removesuffix("Request").lower())
+        schema
+        for schema in requests
+        if words.endswith(schema.__name__.removesuffix("Request").lower().removesuffix("s"))
     ] or requests
 
 
