@@ -11,6 +11,7 @@ far, and continuing from a state that does not match the keys fails.
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,9 @@ class FakeModelRunner:
         own = memory.per_shard
         self._pages = np.full((memory.shards, own.num_pages, memory.page), UNWRITTEN, np.int64).astype(KEY)
         self._states = np.zeros((memory.shards, own.num_states), np.int64)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         for source, target in pages:

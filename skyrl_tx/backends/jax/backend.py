@@ -229,7 +229,7 @@ class JaxBackend(AbstractBackend):
             programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
             programs.start(MicroBatchShapes.from_plan(plan.passes, config, programs.layout), config.compile_cache_dir)
 
-        # Usual programs. A CPU compiles no sampling program, because its cores are needed to compute.
+        # Usual programs. A CPU compiles none of sampling now, because its cores are needed to compute.
         runner = ModelRunner(
             shapes,
             self._model,
@@ -237,7 +237,7 @@ class JaxBackend(AbstractBackend):
             plan.samples,
             num_adapter_slots=plan.num_adapter_slots,
             pool_rank=plan.pool_rank,
-            compiler=None if is_cpu else self._compiler,
+            compiler=None if is_cpu and layout.is_sharded else self._compiler,
         )
         usual = self._training_programs if config.warmup and not is_cpu else None
         if usual is not None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -43,10 +43,11 @@ _NICENESS = 5
 """The niceness of the threads for likely programs.
 On busy cores, such a thread gets a third of the time of another thread."""
 _IDLE_S = 1.0
-"""Likely programs wait until no call has compiled a program for this long.
+"""Likely programs wait until no call has used the cores of the compiler for this long.
 
 A request often needs more than one program, and likely programs would slow it down: XLA compiles
-all programs with the same threads, first come, first served, regardless of niceness.
+all programs with the same threads, first come, first served, regardless of niceness. For the same
+reason a CPU compiles no likely program while it samples: with two cores, samples took twice as long.
 """
 _LOG_EVERY = 5
 """How many compiled programs are between two log lines."""
@@ -96,8 +97,8 @@ class Compiler(Generic[Key]):
         """Make one thread for needed programs, and `num_threads` threads for all programs.
 
         The `num_threads` threads have a low priority. All threads start with the first program.
-        `monitor` says whether a call is compiling a program on its own thread. No thread starts a
-        likely program during that time.
+        `monitor` says whether a call is using the cores of the compiler. No thread starts a likely
+        program during that time.
         """
         self.ready: dict[Key, CompiledProgram] = {}
         """The compiled programs."""
@@ -159,6 +160,10 @@ class Compiler(Generic[Key]):
 
     def _is_pending(self, key: Key) -> bool:
         return key in self._running or any(key == needed for needed, _ in chain(*self._needed.values()))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Mark that this thread computes on the cores that also compile: likely programs wait."""
+        return self._monitor.computing()
 
     def progress(self) -> str | None:
         """Describe the progress of background compilation; None if nothing is left to compile."""

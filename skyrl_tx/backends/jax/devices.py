@@ -92,6 +92,7 @@ class CompilationMonitor:
         self._lock = threading.Lock()
         self._num_running = 0  # tracing, lowering and compiling may be nested
         self._num_waiting = 0
+        self._num_computing = 0
         self._last_end = -math.inf
         self._trim_at: float | None = None
         self._this_thread = threading.local()
@@ -106,11 +107,13 @@ class CompilationMonitor:
 
     @property
     def seconds_since_call(self) -> float:
-        """Seconds since a call compiled a program on its own thread; 0 while a call does.
+        """Seconds since a call used the compiler's cores; 0 while a call does.
 
-        A call that waits for a background thread does not count.
+        Such a call compiles a program on its own thread, or is `computing`. A call that waits for a
+        background thread does not count.
         """
-        return 0.0 if self._num_running > self._num_waiting else time.monotonic() - self._last_end
+        is_busy = self._num_computing > 0 or self._num_running > self._num_waiting
+        return 0.0 if is_busy else time.monotonic() - self._last_end
 
     def exclude_this_thread(self) -> None:
         """Mark this thread as a background compiler.
@@ -127,6 +130,16 @@ class CompilationMonitor:
             yield
         finally:
             self._change(-1, -1)
+
+    @contextmanager
+    def computing(self) -> Generator[None]:
+        """Mark that this thread computes on the cores that also compile."""
+        self._change(computing=1)
+        try:
+            yield
+        finally:
+            self._change(computing=-1)
+            self._last_end = time.monotonic()
 
     def on_start(self, event: str, value: float, **_: str | int) -> None:
         """Record the start of a compilation event. JAX calls this listener for scalar events."""
@@ -155,10 +168,11 @@ class CompilationMonitor:
             self._change(change)
             self._last_end = time.monotonic()
 
-    def _change(self, running: int, waiting: int = 0) -> None:
+    def _change(self, running: int = 0, waiting: int = 0, computing: int = 0) -> None:
         with self._lock:
             self._num_running += running
             self._num_waiting += waiting
+            self._num_computing += computing
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -136,6 +136,12 @@ class ModelRunner:
     def cache(self) -> Cache:
         """The KV cache. It consists of shapes until it is allocated."""
         return self._cache
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for prefill and decode. On CPU, no likely program is compiled meanwhile."""
+        if self._compiler is None or not self._is_single_cpu:
+            return nullcontext()
+        return self._compiler.computing()
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         """Copy pages and states of a shard, given as (source, target) pairs.
@@ -379,9 +385,9 @@ class ModelRunner:
 
         A call of such a program waits for the compiler and then finds the program compiled. All
         other programs, for example for slices with multiple adapters, are compiled when they are
-        first called.
+        first called. A CPU compiles nothing here, because its cores are needed to compute.
         """
-        if self._compiler is None:
+        if self._compiler is None or self._is_single_cpu:
             return
         shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
         for any_adapter in sorted({request.sampler is not None for request in requests}):
@@ -417,7 +423,7 @@ class ModelRunner:
 
         Always true where `dispatch` compiles it: on a CPU, and on multiple hosts, which must agree.
         """
-        if self._compiler is None or is_distributed():
+        if self._compiler is None or self._is_single_cpu or is_distributed():
             return True
         rows = self._arrange(samples)
         key = _make_slice_key(rows, is_adjusted=True)

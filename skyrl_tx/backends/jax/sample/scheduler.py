@@ -132,6 +132,10 @@ class SampleScheduler:
 
         Raises BackendLost when a failure destroyed the KV cache.
         """
+        with self._programs.computing():
+            return self._run_round()
+
+    def _run_round(self) -> list[SampleDelta]:
         was_idle, deltas = not any(self._iter_running()), list[SampleDelta]()
         if not self._can_run_ahead():
             deltas += self._read_slice()

@@ -123,6 +123,24 @@ def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: py
     found.close()
 
 
+def test_likely_programs_wait_while_a_call_computes_on_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_IDLE_S", 0.2)
+    monitor, order = CompilationMonitor(), list[str]()
+    found = Compiler[str](1, monitor)
+    likely, needed = FakeJitted("likely", order), FakeJitted("needed", order)
+    with found.computing():
+        assert monitor.seconds_since_call == 0 and not monitor.is_compiling
+        found.queue_likely([("likely", program(likely))])
+        found.queue_needed("needed", lambda: program(needed))
+        assert needed.started.wait(WAIT_S)
+        assert not likely.started.wait(0.3)
+    assert likely.started.wait(WAIT_S)
+
+    for jitted in (likely, needed):
+        jitted.allowed.set()
+    found.close()
+
+
 def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compiler(
     compiler: Compiler[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -420,6 +420,7 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     config = TINY_CONFIG.model_copy(update={"max_topk_logprobs": 3})  # no other test compiles these programs
     compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), get_compilation_monitor()
     device = make_model_runner(tiny.params, tiny.config, config, compiler)
+    device._is_single_cpu = False
     SampleScheduler(device, config, device.memory, ())
     requests = [
         make_request("base", make_prompt(40), max_tokens=2),
@@ -446,4 +447,19 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     )
     device._decode_slice(table, batch, slices[first], 1)
     assert compilation.num_compiled == compiled, "JAX found them compiled"
+    compiler.close()
+
+
+def test_no_likely_program_is_compiled_while_a_cpu_samples(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = CompilationMonitor()
+    compiler = Compiler[Hashable](1, monitor)
+    device, seen = make_model_runner(tiny.params, tiny.config, TINY_CONFIG, compiler), []
+    scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
+    monkeypatch.setattr(scheduler, "_run_round", lambda: seen.append(monitor.seconds_since_call) or [])
+    scheduler.step()
+    assert seen == [0] and monitor.seconds_since_call > 0
+    device._is_single_cpu = False  # elsewhere, the cores are free to compile
+    monitor._last_end = 0.0
+    scheduler.step()
+    assert seen[1] > 0
     compiler.close()
