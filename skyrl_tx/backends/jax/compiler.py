@@ -3,7 +3,8 @@
 While the backend starts and requests run, `Compiler` compiles *likely* programs: programs that
 later requests will probably use. A request waits only for the programs that it needs itself
 (*needed* programs), and these are compiled before the likely ones. Which programs a request uses
-never depends on what is compiled already, so the results do not depend on it either.
+depends on what is compiled already only where all of them give the same bits: in decode slices on
+one CPU device (`slice_parts`). So the results never depend on it.
 
 **Options.** GPU options are set per program, and CPU options per process in XLA_FLAGS. XLA ignores
 the options of other devices, but it refuses GPU options that it does not know. The options here

@@ -4,8 +4,8 @@ Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
 
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.devices import check_single_host, fetch, is_distributed, is_out_of_memory
+from skyrl_tx.backends.jax.devices import fetch, is_distributed
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
@@ -30,14 +29,8 @@ from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_block_table, make_draw_params
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
-from skyrl_tx.backends.jax.sample.slice_rows import (
-    DispatchedSlice,
-    RowCounts,
-    SlicePart,
-    SliceRows,
-    group_by_length,
-    make_noise,
-)
+from skyrl_tx.backends.jax.sample.slice_parts import Part, SliceDivider, estimate_compilation_cost
+from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, make_noise
 from skyrl_tx.backends.jax.shapes import (
     MAX_PROMPTS_TOGETHER,
     PrefillShapes,
@@ -48,7 +41,6 @@ from skyrl_tx.backends.jax.shapes import (
 )
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
-from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache
 from skyrl_tx.layers.kv_cache import MIN_SEGMENT_SIZE
@@ -111,12 +103,18 @@ class ModelRunner:
         self._num_shards = params.layout.num_shards("batch")
         self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
         """The maximum number of prompts that a shard computes at the same time."""
+
+        # The row counts of decode slices, and on a single CPU device their programs.
         self._counts = self._make_row_counts()
+        cost = estimate_compilation_cost(model)
+        self._divider = SliceDivider(self._counts, self._choose_read_length, compiler, self._make_rows_program, cost)
+
+        # The inputs of slices and the cache.
         self._inputs, self._adjusted_inputs = (
             RowInputs(config.decode_slice_tokens),
             RowInputs(config.decode_slice_tokens),
         )
-        self._last_R = make_last_tokens(params, self._counts.all[-1])
+        self._last_R = programs.make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the previous slice is read."""
         self._cache: Cache = describe_cache(self._params, model, memory.num_pages, memory.num_states, memory.page)
@@ -149,7 +147,7 @@ class ModelRunner:
         Raises BackendLost if the cache is lost.
         """
         for arguments in iter_copy_arguments(pages, states, shard, self._num_shards):
-            with self._detect_loss():
+            with programs.detect_loss(self.cache):
                 self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
 
     def _make_table(self, tables: list[BlockTableRow | None]) -> BlockTable:
@@ -193,7 +191,7 @@ class ModelRunner:
             tables[row], token_BT[row, :size] = chunk.table, chunk.tokens
             adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
 
-        with self._detect_loss():
+        with programs.detect_loss(self.cache):
             hidden_BTD, last_hidden, self._cache = programs.prefill(
                 self._params,
                 self._model,
@@ -243,17 +241,14 @@ class ModelRunner:
         samples may be adjusted, see `RunningSample.is_adjusted`: then all of them are, all their
         tokens have been read, and `num_steps` is 1. Raises BackendLost if the cache is lost.
         """
-        groups, cache, is_adjusted = [samples], self.cache, samples[0].is_adjusted
+        cache, is_adjusted = self.cache, samples[0].is_adjusted
         assert (all(sample.is_adjusted == is_adjusted for sample in samples) and num_steps == 1) or not is_adjusted
         if self._is_single_cpu:
-            max_positions = self.memory.num_pages * self.memory.page
-            groups = group_by_length(samples, self._counts.all, self._choose_read_length, max_positions)
-
-        parts: list[SlicePart] = []
-        for group in groups:
-            longest = max(sample.position for sample in group)
-            parts.append(self._dispatch_rows(self._arrange(group), num_steps, longest))
-        return DispatchedSlice(parts, lambda: self._detect_loss(cache))
+            parts = self._divider.divide(samples, num_steps, self.memory.num_pages * self.memory.page)
+            dispatched = [self._dispatch_rows(part.rows, num_steps, part.length) for part in parts]
+        else:
+            dispatched = [self._dispatch_rows(self._arrange(samples), num_steps)]
+        return DispatchedSlice(dispatched, lambda: programs.detect_loss(cache))
 
     def _arrange(self, samples: Sequence[RunningSample]) -> SliceRows:
         any_adapter = any(sample.adapter != BASE_SLOT for sample in samples)
@@ -274,11 +269,8 @@ class ModelRunner:
             )
         return RowCounts([self.memory.num_rows])
 
-    def _dispatch_rows(self, rows: SliceRows, num_steps: int, longest: int) -> SlicePart:
-        """Decode rows whose longest sample has `longest` positions.
-
-        A single CPU device decodes copies of the cache by layer.
-        """
+    def _dispatch_rows(self, rows: SliceRows, num_steps: int, length: int = MIN_SEGMENT_SIZE) -> SlicePart:
+        """Decode rows. A single CPU device decodes copies by layer of their first `length` positions."""
         adjusters = rows.get_adjusters()
         inputs = self._adjusted_inputs if adjusters else self._inputs  # each keeps the constants of its last slice
         table = inputs.make_table(rows, self.memory.table_pages)
@@ -288,18 +280,19 @@ class ModelRunner:
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 sample.row = -1 if adjusters else row
-        with self._detect_loss():
+        with programs.detect_loss(self.cache):
             if self._is_single_cpu:
-                result = self._decode_on_cpu(table, batch, rows, num_steps, longest)
+                result = self._decode_on_cpu(table, batch, rows, num_steps, length)
             else:
                 result = self._decode_slice(table, batch, rows, num_steps)
         return SlicePart(rows, batch.position_S, result, bool(batch.wants_topk))
 
     def _decode_on_cpu(
-        self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, longest: int
+        self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, length: int
     ) -> SliceResult:
+        self._divider.record_call(Part(rows, length, is_adjusted=batch.adjustment is not None))
         max_steps = self._config.decode_slice_tokens
-        pool, length = self.pool.gather(rows.adapters) if rows.any_adapter else None, self._choose_read_length(longest)
+        pool = self.pool.gather(rows.adapters) if rows.any_adapter else None
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
         live, num_run, result = self._run_decode_steps(pool, opened, batch, num_steps)
         self._cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
@@ -308,11 +301,31 @@ class ModelRunner:
     def _run_decode_steps(
         self, pool: Adapter | None, opened: DecodeSliceCache, batch: RowBatch, num_steps: int
     ) -> tuple[programs.Live, jax.Array, SliceResult]:
-        self._by_layer = params = self._by_layer or programs.by_layer(self._params, self._model)
-        past, topk = replace(opened, live=()), self._config.max_topk_logprobs
+        params, past, topk = self._get_params_by_layer(), replace(opened, live=()), self._config.max_topk_logprobs
         return programs.run_rows(
             params, self._model, pool, past, opened.live, batch, np.int32(num_steps), max_topk=topk
         )
+
+    def _get_params_by_layer(self) -> DecoderParams:
+        self._by_layer = self._by_layer or programs.by_layer(self._params, self._model)
+        return self._by_layer
+
+    def _make_rows_program(self, part: Part) -> programs.RowsProgram:
+        pool = self.pool.gather(part.rows.adapters) if part.rows.any_adapter else None
+        pool, cache = programs.describe_arrays((pool, self.cache))
+        inputs = self._make_inputs_without_samples(part.rows, is_adjusted=part.is_adjusted)
+        max_steps, max_topk = self._config.decode_slice_tokens, self._config.max_topk_logprobs
+        static = {"read_length": part.length, "max_tokens": max_steps, "max_topk": max_topk}
+        arguments = self._get_params_by_layer(), self._model, pool, cache, *inputs
+        return programs.RowsProgram(programs.run_rows, arguments, static)
+
+    def _make_inputs_without_samples(self, rows: SliceRows, *, is_adjusted: bool) -> tuple[BlockTable, RowBatch]:
+        """Return inputs with the shapes that a program for these rows is compiled for."""
+        rows, inputs = rows.without_samples(), RowInputs(self._config.decode_slice_tokens)
+        table, batch = inputs.make_table(rows, self.memory.table_pages), inputs.make_batch(rows)
+        if is_adjusted:
+            batch = replace(batch, adjustment=make_adjustment({}, len(rows.samples), self.vocab_size))
+        return table, batch
 
     def _decode_random_rows(self, count: int, any_adapter: bool, is_adjusted: bool) -> Any:
         """Decode random rows and return the results, with leaves [count, ...].
@@ -360,23 +373,6 @@ class ModelRunner:
     def _choose_read_length(self, longest: int) -> int:
         """Return how many KV positions a slice reads per row if its longest sample has `longest`."""
         return min(max(next_power_of_two(longest), MIN_SEGMENT_SIZE), self.memory.table_pages * self.memory.page)
-
-    @contextmanager
-    def _detect_loss(self, cache: Cache | None = None) -> Generator[None]:
-        """Raise BackendLost if a failure destroys `cache`, which programs update in place.
-
-        With multiple hosts, BackendLost is also raised when memory is exhausted, because the other
-        hosts may not have failed.
-        """
-        cache = self.cache if cache is None else cache
-        try:
-            yield
-        except Exception as error:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
-                raise BackendLost(f"decoding failed and destroyed the KV cache: {error}") from error
-            if is_out_of_memory(error):
-                check_single_host(error)
-            raise
 
     # Compilation
 
@@ -431,13 +427,8 @@ class ModelRunner:
         return key in self._compiler.ready
 
     def _make_slice_program(self, rows: SliceRows, *, is_adjusted: bool = False) -> Program:
-        inputs = RowInputs(self._config.decode_slice_tokens)
-        table, batch = inputs.make_table(rows, self.memory.table_pages), inputs.make_batch(rows)
-        if is_adjusted:
-            batch = replace(batch, adjustment=make_adjustment({}, len(rows.samples), self.vocab_size))
-        return Program(
-            programs.decode_slice, *self._make_slice_arguments(table, batch, 1, any_adapter=rows.any_adapter)
-        )
+        inputs = self._make_inputs_without_samples(rows, is_adjusted=is_adjusted)
+        return Program(programs.decode_slice, *self._make_slice_arguments(*inputs, 1, any_adapter=rows.any_adapter))
 
     def _wait_for_program(self, *key: Hashable) -> None:
         """Wait for a program that is being compiled."""
@@ -468,7 +459,7 @@ class ModelRunner:
         self.copy([(0, 0)], ())
         for rows, length in self._iter_slice_shapes(adapter):
             if not usual_only or rows.groups is None:
-                self._dispatch_rows(rows, 1, length)
+                self._dispatch_rows(rows, 1, self._choose_read_length(length))
 
     def _iter_chunk_shapes(self, adapter: int) -> Iterator[tuple[int, int, int]]:
         """Yield padded size, adapter slot and number of prompts of every prefill program."""
@@ -489,14 +480,6 @@ class ModelRunner:
                 if count == min(counts) or count * self._choose_read_length(length) <= max_positions:
                     shapes = SliceRows.iter_shapes(count, slot, merges=self._merges, max_adapters=self._max_adapters)
                     yield from ((rows, length) for rows in shapes)
-
-
-def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
-    """Return the last tokens of an empty slice, in the sharding that decode programs return."""
-    sharding = params.embed.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jnp.full(num_rows, programs.ENDED, jnp.int32, device=sharding)
 
 
 def _make_slice_key(rows: SliceRows, *, is_adjusted: bool = False) -> tuple[Hashable, ...]:

@@ -8,18 +8,25 @@ also depend on the number of rows and on the KV read length. Slices that change 
 programs, see `RowBatch.adjustment`. Everything else is data, so it causes no compilation.
 """
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+from typing_extensions import override
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import compiler
+from skyrl_tx.backends.jax.compiler import DECODING_OPTIONS, Program
+from skyrl_tx.backends.jax.devices import check_single_host, is_out_of_memory
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens, DrawParams, draw
 from skyrl_tx.backends.jax.sample.logit_adjustment import LogitAdjustment, adjust_logits
+from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache, LayerCache
 from skyrl_tx.layers.lora import Adapter, RowSlots
@@ -57,6 +64,23 @@ class SliceResult:
     drawn: DrawnTokens
     num_S: jax.Array  # int32
     is_stopped_S: jax.Array  # bool: whether the last of them is a stop token
+
+
+@contextmanager
+def detect_loss(cache: Cache) -> Generator[None]:
+    """Raise BackendLost if a failure destroys `cache`, which programs update in place.
+
+    With multiple hosts, BackendLost is also raised when memory is exhausted, because the other
+    hosts may not have failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+            raise BackendLost(f"decoding failed and destroyed the KV cache: {error}") from error
+        if is_out_of_memory(error):
+            check_single_host(error)
+        raise
 
 
 def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
@@ -159,11 +183,63 @@ def run_rows(
     return live, num_run, result
 
 
+class RowsProgram(Program):
+    """The programs `open_rows`, `run_rows` and `close_rows` for the same rows, compiled together.
+
+    The arguments are the parameters, config, pool, cache, block table and batch. The static arguments
+    are `read_length`, `max_tokens` and `max_topk`.
+    """
+
+    @override
+    def compile(self) -> Callable[..., Any]:
+        params, config, pool, cache, table, batch = self.arguments
+        static = dict(self.static)
+        max_topk = static.pop("max_topk")
+
+        opening = open_rows.lower(cache, table, batch.position_S, **static).compile()
+        opened = _describe_results(opening, cache)
+        running = run_rows.lower(
+            params, config, pool, replace(opened, live=()), opened.live, batch, np.int32(1), max_topk=max_topk
+        ).compile()
+        live, num_run, _ = _describe_results(running, (params, pool, opened))
+        close_rows.lower(cache, live, batch.position_S, num_run, table).compile()
+        return running
+
+
+def describe_arrays(tree: Any) -> Any:
+    """Replace device arrays by their shapes. A program that is compiled for these serves the arrays."""
+
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if leaf.committed else None)
+
+    return jax.tree.map(describe, tree)
+
+
+def _describe_results(compiled: Any, arguments: Any) -> Any:
+    """Return the shapes of a program's results. They are committed to a device if an argument is."""
+    is_committed = any(leaf.sharding is not None for leaf in jax.tree.leaves(describe_arrays(arguments)))
+
+    def describe(leaf: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding if is_committed else None)
+
+    return jax.tree.map(describe, compiled.out_info, compiled.output_shardings)
+
+
+def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
+    """Return the last tokens of an empty slice, in the sharding that decode programs return."""
+    sharding = params.embed.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jnp.full(num_rows, ENDED, jnp.int32, device=sharding)
+
+
 @partial(
     jax.jit,
     static_argnames=("config", "max_steps", "max_topk"),
     donate_argnames="cache",
-    compiler_options=compiler.DECODING_OPTIONS,
+    compiler_options=DECODING_OPTIONS,
 )
 def decode_slice(
     params: DecoderParams,

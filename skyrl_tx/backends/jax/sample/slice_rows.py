@@ -87,6 +87,10 @@ class RowCounts:
         counts = (count for count in self.all if count >= num_samples)
         return next(count for count in counts if self.is_used(count, any_adapter, is_adjusted))
 
+    def is_compared(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
+        """Return whether `is_used` needs no comparison, or has made it before."""
+        return count == self.all[-1] or self._decode_rows is None or (count, any_adapter, is_adjusted) in self._agrees
+
     def is_used(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
         """Return whether rows have the same bits with `count` rows as with the largest count.
 
@@ -200,6 +204,10 @@ class SliceRows:
         for number in sorted({num_tiles, count}) if adapter != BASE_SLOT else [num_tiles]:
             yield cls(rows, (adapter,) * number)
 
+    def without_samples(self) -> "SliceRows":
+        """Return rows of the same shape that hold no sample."""
+        return SliceRows((None,) * len(self.samples), self.adapters, self.groups)
+
     @property
     def any_adapter(self) -> bool:
         """Whether any row has an adapter."""
@@ -221,22 +229,6 @@ def _list_adapter_counts(count: int, max_adapters: int) -> list[int]:
     largest = min(count, max_adapters or count)
     powers = (GROWTH_FACTOR**n for n in itertools.count(1))
     return [*itertools.takewhile(lambda number: number < largest, powers), largest]
-
-
-def group_by_length(
-    samples: Iterable[RunningSample], counts: Iterable[int], read_length: Callable[[int], int], max_positions: int
-) -> Iterator[list[RunningSample]]:
-    """Split samples into groups of similar length that read up to `max_positions` each.
-
-    The group of the longest samples comes first. All rows of a group read as many positions as its
-    longest sample. A group of the smallest row count may read more.
-    """
-    rest, counts = sorted(samples, key=lambda sample: sample.position, reverse=True), sorted(counts)
-    while rest:
-        length = read_length(rest[0].position)
-        size = max([counts[0], *(count for count in counts if count * length <= max_positions)])
-        yield rest[:size]
-        rest = rest[size:]
 
 
 def _pad_to_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:

@@ -1,7 +1,7 @@
 """Background compilation: order, failures, progress, shutdown, and popular programs."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ from skyrl_tx.backends.jax import compiler as compiler_module
 from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program
 from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from tests.support.tiny import TINY_CONFIG, TinyModel, make_model_runner
 
 WAIT_S = 30.0
 
@@ -243,3 +245,18 @@ def test_an_unreadable_file_of_popular_programs_is_written_again(tmp_path, conte
     assert Popularity(path).read() == {}
     Popularity(path).add({"a": 1})
     assert Popularity(path).read() == {"a": 1}
+
+
+def test_no_likely_program_is_compiled_while_a_cpu_samples(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = CompilationMonitor()
+    compiler = Compiler[Hashable](1, monitor)
+    device, seen = make_model_runner(tiny.params, tiny.config, TINY_CONFIG, compiler), []
+    scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
+    monkeypatch.setattr(scheduler, "_run_round", lambda: seen.append(monitor.seconds_since_call) or [])
+    scheduler.step()
+    assert seen == [0] and monitor.seconds_since_call > 0
+    device._is_single_cpu = False  # elsewhere, the cores are free to compile
+    monitor._last_end = 0.0
+    scheduler.step()
+    assert seen[1] > 0
+    compiler.close()

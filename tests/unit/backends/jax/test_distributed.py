@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from skyrl_tx.backends.jax import devices, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import convert_memory_errors
-from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
+from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 
@@ -45,7 +45,7 @@ def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, c
             raise error
         with (
             pytest.raises(BackendLost, match="RESOURCE_EXHAUSTED"),
-            ModelRunner._detect_loss(SimpleNamespace(cache=())),
+            programs.detect_loss(()),
         ):
             raise error
 

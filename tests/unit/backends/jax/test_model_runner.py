@@ -26,7 +26,7 @@ from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.sample.slice_rows import RowCounts, SliceRows
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
-from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.contract.requests import PromptOptions, SamplingControls
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache
 from tests.support.fast_jit import fast_jit
@@ -366,9 +366,9 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
     device._is_single_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
     device._counts, run_rows = device._make_row_counts(), device._dispatch_rows
 
-    def record_rows(rows, num_steps, longest):
+    def record_rows(rows, num_steps):
         counts.add(len(rows.samples))
-        return run_rows(rows, num_steps, longest)
+        return run_rows(rows, num_steps)
 
     monkeypatch.setattr(device, "_dispatch_rows", record_rows)
     red = [make_request(f"red{n}", make_prompt(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
@@ -450,16 +450,39 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     compiler.close()
 
 
-def test_no_likely_program_is_compiled_while_a_cpu_samples(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor = CompilationMonitor()
-    compiler = Compiler[Hashable](1, monitor)
-    device, seen = make_model_runner(tiny.params, tiny.config, TINY_CONFIG, compiler), []
-    scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
-    monkeypatch.setattr(scheduler, "_run_round", lambda: seen.append(monitor.seconds_since_call) or [])
-    scheduler.step()
-    assert seen == [0] and monitor.seconds_since_call > 0
-    device._is_single_cpu = False  # elsewhere, the cores are free to compile
-    monitor._last_end = 0.0
-    scheduler.step()
-    assert seen[1] > 0
+def test_a_cpu_finds_the_programs_that_it_compiled_in_the_background(tiny: TinyModel) -> None:
+    """Samples have the same bits as without a compiler, in whichever programs they run."""
+    config = TINY_CONFIG.model_copy(update={"max_topk_logprobs": 2, "sample_slots": 16})  # unlike in other tests
+    compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), get_compilation_monitor()
+    device = make_model_runner(tiny.params, tiny.config, config, compiler)
+    device._divider._compilation_cost = 500  # of about 30 steps
+    schedulers = [SampleScheduler(device, config, device.memory, ()), start(tiny, **config.model_dump())]
+    schedulers[0].load(RED, tiny.adapter(SEEDS[RED]))
+    requests = [
+        make_request("base", make_prompt(20), max_tokens=60),
+        make_request("red", make_prompt(9), sampler=RED, max_tokens=40),
+        make_request("adjusted", make_prompt(7), max_tokens=40, controls=SamplingControls(presence_penalty=1.0)),
+    ]
+
+    # The largest row count runs first. After a few slices, two rows are queued.
+    for request in requests:
+        results = [run(scheduler, request) for scheduler in schedulers]
+        assert results[0].bits == results[1].bits
+    kinds = {(False, False), (True, False), (False, True)}  # whether any row has an adapter, and whether logits change
+    expected = {
+        ("adjusted rows" if is_adjusted else "rows", count, max(count // 4, 2), any_adapter, 128)
+        for count in (2, 16)
+        for any_adapter, is_adjusted in kinds
+    }
+    for key in expected:
+        device._wait_for_program(*key)
+    assert set(compiler.ready) == expected
+
+    # They run now, and the comparison with the largest row count compiles nothing either.
+    compiled = compilation.num_compiled
+    for request in requests:
+        [first] = run(schedulers[1], request).bits.values()
+        assert run(schedulers[0], request).bits == {(request.request_id, 0): first}
+    assert compilation.num_compiled == compiled
+    assert device._counts._agrees == {(2, *kind): True for kind in kinds}
     compiler.close()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample
-from skyrl_tx.backends.jax.sample.slice_rows import RowCounts, SliceRows, group_by_length
-from skyrl_tx.backends.jax.shapes import next_power_of_two
+from skyrl_tx.backends.jax.sample.slice_rows import RowCounts, SliceRows
 from tests.support.sample_requests import make_prompt, make_request
 
 
@@ -63,6 +62,14 @@ def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
     assert "decode slices of 8 rows are disabled" in caplog.text
 
 
+def test_a_count_knows_whether_it_was_compared():
+    counts = RowCounts.for_single_cpu(16, lambda count, *_: np.zeros(count))
+    assert counts.is_compared(16, False) and not counts.is_compared(2, False)
+    assert counts.is_used(2, False)
+    assert counts.is_compared(2, False)
+    assert not counts.is_compared(2, True) and not counts.is_compared(2, False, True)
+
+
 def test_tiles_share_an_adapter_if_there_are_rows_enough():
     first, second, third = samples(2, 1, 2)
     rows = SliceRows.arrange([first, second, third], 8, merges=False)
@@ -103,28 +110,6 @@ def test_rows_have_adapters_of_their_own_otherwise():
     running = samples(1, 2, 3)
     rows = SliceRows.arrange(running, 8, merges=False)
     assert rows.samples == (*running, *[None] * 5) and rows.adapters == (1, 2, 3, *[0] * 5)
-
-
-def lengths(most: int, *sizes: int) -> list[list[int]]:
-    """Return the positions of the samples of each group.
-
-    Groups have 2, 8 or 16 rows, and read lengths are powers of 2.
-    """
-    running = samples(*[0] * len(sizes), sizes=sizes)
-    groups = group_by_length(running, [2, 8, 16], next_power_of_two, most)
-    return [[sample.position for sample in group] for group in groups]
-
-
-def test_samples_are_read_together_if_the_memory_is_large_enough():
-    assert lengths(16 * 64, 50, 3, 9, *[5] * 8) == [[50, 9, *[5] * 8, 3]]
-    assert lengths(16 * 64, *[40] * 16) == [[40] * 16]
-    assert lengths(16 * 64, *[40] * 17) == [[40] * 16, [40]]
-
-
-def test_a_long_sample_is_read_with_few_others():
-    assert lengths(16 * 64, 500, 3, 60, *[20] * 8) == [[500, 60], [*[20] * 8, 3]]
-    assert lengths(16 * 64, 5000, 3) == [[5000, 3]], "the fewest rows may read more"
-    assert lengths(16 * 64, 5000, 4000, 3000, 100, 90, 80) == [[5000, 4000], [3000, 100], [90, 80]]
 
 
 def test_the_rows_of_each_shard_have_its_samples():
