@@ -60,7 +60,14 @@ class FakeSlice:
 class FakeModelRunner:
     """The methods of `ModelRunner`. Counts prefill."""
 
-    def __init__(self, max_samplers: int = 2, *, runs_ahead: bool = False, prompts_of_shard: int = 1) -> None:
+    def __init__(
+        self,
+        max_samplers: int = 2,
+        *,
+        runs_ahead: bool = False,
+        prefers_few_rows: bool = False,
+        prompts_of_shard: int = 1,
+    ) -> None:
         self.extended: list[tuple[int, int]] = []
         """The start and the padded size of every prefill chunk."""
         self.together: list[int] = []
@@ -71,6 +78,7 @@ class FakeModelRunner:
         """Every page that was copied or cleared: its source, and its target."""
         self.fail_extend = False
         self.runs_ahead = runs_ahead
+        self.prefers_few_rows = prefers_few_rows
         self.prompts_of_shard = prompts_of_shard
         self._last: dict[SampleKey, int] = {}
         self._slots: dict[SamplerId, int] = {}

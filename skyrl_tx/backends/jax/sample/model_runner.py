@@ -117,6 +117,8 @@ class ModelRunner:
         self._last_R = programs.make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the previous slice is read."""
+        self.prefers_few_rows = self._is_single_cpu
+        """Whether a slice with fewer rows takes much less time."""
         self._cache: Cache = describe_cache(self._params, model, memory.num_pages, memory.num_states, memory.page)
 
     # Weights and cache

@@ -107,6 +107,10 @@ class RunningSample(OpenSample):
         """Return how many KV positions the sample has after up to `num_steps` more steps."""
         return min(self.position + num_steps, self.end)
 
+    def takes_one_slice(self, slice_tokens: int) -> bool:
+        """Return whether the first decode slice of the sample is the next one, and completes it."""
+        return self.position == self.size and self.end <= self.position + slice_tokens
+
     def kv_length(self, slice_tokens: int) -> int:
         """Return the KV positions that the sample needs for the next slice that draws new tokens."""
         return self.length_after(self.num_replayed + slice_tokens)

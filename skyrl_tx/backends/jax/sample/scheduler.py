@@ -74,6 +74,7 @@ class SampleScheduler:
         # The slices that were dispatched and not read yet
         self._dispatched: DispatchedSlice | None = None
         self._adjusted: DispatchedSlice | None = None  # one step of adjusted samples
+        self._are_others_waiting = False  # for a slice of short samples alone
 
     def load(self, sampler: SamplerId, adapter: Any) -> None:
         """Copy an adapter of any padded rank to the device, unless it is loaded.
@@ -395,6 +396,7 @@ class SampleScheduler:
         if adjusted:
             samples = [sample for sample in samples if not sample.is_adjusted]
         if samples:
+            samples = self._select_for_slice(samples)
             num_steps = min(self._slice_tokens, max(sample.end - sample.position for sample in samples))
             self._dispatched = self._dispatch(samples, num_steps)
         if adjusted:
@@ -402,6 +404,17 @@ class SampleScheduler:
 
         deltas += [] if before is None else self._make_deltas(before)
         return deltas if self._programs.runs_ahead else deltas + self._read_slice()
+
+    def _select_for_slice(self, samples: list[RunningSample]) -> list[RunningSample]:
+        """Return all samples, or only the new samples that one slice completes.
+
+        A short sample then does not wait until long samples have decoded a slice. Long samples are in
+        at least every second slice.
+        """
+        short = [sample for sample in samples if sample.takes_one_slice(self._slice_tokens)]
+        can_wait = self._programs.prefers_few_rows and not self._are_others_waiting
+        self._are_others_waiting = can_wait and 0 < len(short) < len(samples)
+        return short if self._are_others_waiting else samples
 
     def _decode_adjusted(self, samples: list[RunningSample], *, is_alone: bool) -> list[SampleDelta]:
         """Dispatch a step of adjusted samples. If no other sample decodes, take the steps of a slice.

@@ -33,16 +33,18 @@ def start(
     eos: tuple[int, ...] = (EOS,),
     *,
     runs_ahead: bool = False,
+    prefers_few_rows: bool = False,
 ) -> SampleScheduler:
-    scheduler = SampleScheduler(FakeModelRunner(runs_ahead=runs_ahead), config, memory, eos)
+    programs = FakeModelRunner(runs_ahead=runs_ahead, prefers_few_rows=prefers_few_rows)
+    scheduler = SampleScheduler(programs, config, memory, eos)
     scheduler.load(RED, 1)
     scheduler.load(BLUE, 2)
     return scheduler
 
 
-@pytest.fixture(params=[False, True], ids=["waits", "runs_ahead"])
+@pytest.fixture(params=["waits", "runs_ahead", "prefers_few_rows"])
 def scheduler(request) -> SampleScheduler:
-    return start(runs_ahead=request.param)
+    return start() if request.param == "waits" else start(**{request.param: True})
 
 
 def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice():
@@ -67,6 +69,22 @@ def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice():
     assert step() == {}
     queue("alone")
     assert [step(), step(), step()] == [{"alone": 1}, {"alone": 4}, {"alone": 1}]
+
+
+def test_on_a_cpu_a_short_sample_does_not_wait_for_a_slice_of_long_ones():
+    scheduler = start(prefers_few_rows=True)
+
+    begin(scheduler, make_request("long", make_prompt(9), max_tokens=30))
+    scheduler.step()
+    scheduler.step()
+
+    # The long sample is in every second slice, although each round has a short sample.
+    for name, expected in [("a", {"a"}), ("b", {"b", "long"}), ("c", {"c"}), ("d", {"d", "long"})]:
+        begin(scheduler, make_request(name, make_prompt(9), max_tokens=5))
+        deltas = scheduler.step()
+        assert {delta.request_id for delta in deltas} == expected
+        assert [delta.request_id for delta in deltas if delta.stop_reason is not None] == [name]
+    assert scheduler._programs.decoded == [4] * 5
 
 
 def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits():
