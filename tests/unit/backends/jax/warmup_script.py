@@ -70,8 +70,8 @@ def list_late_programs(directory: str) -> list[str]:
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
 
-        for number in range(16):  # all sampler slots, with two ranks
-            if number == 8:
+        for number in range(8):  # all sampler slots, with two ranks
+            if number == 4:
                 backend.delete_model(model)
                 backend.create_model(model, ModelSpec(lora=LoraSpec(rank=2, seed=1)))
             sampler = SamplerId(f"s{number}")
