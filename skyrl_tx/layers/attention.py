@@ -6,6 +6,7 @@ Legend: B batch, T query and U key tokens, N heads, K kv heads, G query heads pe
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.flash_attention import (
     MASKED_SCORE,
+    KeyRange,
     SoftmaxStats,
     add_keys,
     flash_attention,
@@ -39,6 +41,7 @@ def causal_attention(
     start_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
     *,
+    prefix: KeyRange | None = None,
     window: int | None = None,
     kernel: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
@@ -54,21 +57,32 @@ def causal_attention(
         start_BT: The first key that a position attends to, ascending along T. A row can so hold
             multiple sequences, for example 0, 0, 0, 3, 3 for two sequences of three and two tokens.
         sinks_N: For each head, the score of one more key whose value is 0. Sinks get no gradient.
+        prefix: Earlier keys of the row that a position attends to as well, as if they came directly
+            before its own sequence. No kernel computes this.
         window: A position attends to at most this many positions, including itself.
         kernel: The kernel for these heads (see `Kernels.get_attention_kernel`), if there is one. It
             computes rows of more than DENSE_LENGTH tokens.
     """
     B, T, N, H = q_BTNH.shape
+    assert prefix is None or kernel is None, "kernels do not attend to a shared prefix"
     if kernel is not None and T > DENSE_LENGTH:
         return kernel(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
-    K = k_BTKH.shape[2]
-    if window is not None and window < T:  # equivalent to a start that moves with the position
+
+    # A window is equivalent to a start that moves with the position. The prefix has the keys of the
+    # window that are not in the position's own sequence.
+    if window is not None and window < T:
+        if prefix is not None:
+            assert start_BT is not None
+            num_own_BT = jnp.arange(T, dtype=jnp.int32) - start_BT + 1
+            prefix = replace(prefix, start_BT=jnp.maximum(prefix.start_BT, prefix.end_BT - (window - num_own_BT)))
         first_T = jnp.maximum(jnp.arange(T, dtype=jnp.int32) - (window - 1), 0)
         start_BT = jnp.broadcast_to(first_T, (B, T)) if start_BT is None else jnp.maximum(start_BT, first_T)
+
+    K = k_BTKH.shape[2]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
-    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _group_sinks(sinks_N, K))
+    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _group_sinks(sinks_N, K), prefix=prefix)
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, v_BTKH.shape[3])
 
 
@@ -78,12 +92,16 @@ def dense_attention(
     v_BKUH: jax.Array,
     start_BT: jax.Array | None = None,
     sinks_KG: jax.Array | None = None,
+    *,
+    prefix: KeyRange | None = None,
 ) -> jax.Array:
     """Compute the same as `flash_attention`, from all scores at once."""
     scores = _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
     visible_BTU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)[None]
     if start_BT is not None:
         visible_BTU &= jnp.arange(k_BKUH.shape[2]) >= start_BT[:, :, None]
+    if prefix is not None:
+        visible_BTU |= prefix.includes(jnp.arange(k_BKUH.shape[2]))
     scores = jnp.where(visible_BTU[:, None, None], scores, -jnp.inf)
     if sinks_KG is None:
         weights = jax.nn.softmax(scores, axis=-1)

@@ -8,10 +8,13 @@ between keys and values, Q queries and U keys of a block.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from skyrl_tx.layers.remat import mark_matmul
 
@@ -25,6 +28,35 @@ times at 1 x 2,048, and equal at 16 x 128. Dense attention is slower than both f
 MASKED_SCORE = -1e30
 """The score of a masked position."""
 
+
+@struct.dataclass
+class KeyRange:
+    """The keys from `start_BT[b, t]` up to and excluding `end_BT[b, t]`, for each position.
+
+    In training it is the shared prefix of a position's sequence, elsewhere in the row. A position
+    without a shared prefix has start T and end 0.
+    """
+
+    start_BT: jax.Array
+    end_BT: jax.Array
+
+    @property
+    def sizes_BT(self) -> jax.Array:
+        """The number of keys of each position."""
+        return jnp.maximum(self.end_BT - self.start_BT, 0)
+
+    def includes(self, key_U: jax.Array) -> jax.Array:
+        """Return whether each position attends to each of the given keys, [B, T, U]."""
+        return (key_U >= self.start_BT[:, :, None]) & (key_U < self.end_BT[:, :, None])
+
+
+def find_positions(num_tokens: int, start_BT: jax.Array | None, prefix: KeyRange | None) -> jax.Array:
+    """Return the index of each token in its sequence, which includes its prefix: [B, T], or [T] without starts."""
+    index_T = jnp.arange(num_tokens)
+    position_BT = index_T if start_BT is None else index_T - start_BT
+    return position_BT if prefix is None else position_BT + prefix.sizes_BT
+
+
 SoftmaxStats = tuple[jax.Array, jax.Array, jax.Array]
 """The highest score of the keys so far, the sum of weights relative to it, and the weighted values."""
 
@@ -36,14 +68,16 @@ def flash_attention(
     start_BT: jax.Array | None = None,
     sinks_KG: jax.Array | None = None,
     *,
+    prefix: KeyRange | None = None,
     query_block: int = BLOCK,
     key_block: int = BLOCK,
 ) -> jax.Array:
     """Return attention of each position over itself and earlier ones, float32 [B, K, G, T, H].
 
     `start_BT`, ascending along T, is the first key that each position attends to, so that a row may
-    hold multiple consecutive sequences. Blocks wholly before a start are not visited either. Sinks
-    are constants, see `make_empty_stats`.
+    hold multiple consecutive sequences. Each position attends to its keys in `prefix` as well, which
+    end before its start. Blocks without a visible key are mostly not visited. Sinks are constants,
+    see `make_empty_stats`.
     """
     T = q_BKGTH.shape[3]
     padded = -T % math.lcm(query_block, key_block)  # on the right, where no real position attends to it
@@ -53,8 +87,8 @@ def flash_attention(
 
     if start_BT is None:
         start_BT = jnp.zeros((q_BKGTH.shape[0], T), jnp.int32)
-    start_BT = jnp.pad(start_BT, [(0, 0), (0, padded)], mode="edge")
-    out: jax.Array = _flash(query_block, key_block, pad(q_BKGTH), pad(k_BKTH), pad(v_BKTH), start_BT, sinks_KG)
+    start_BT, prefix = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, padded)], mode="edge"), (start_BT, prefix))
+    out: jax.Array = _flash(query_block, key_block, pad(q_BKGTH), pad(k_BKTH), pad(v_BKTH), start_BT, prefix, sinks_KG)
     return out[:, :, :, :T]
 
 
@@ -97,9 +131,10 @@ def _flash(
     k: jax.Array,
     v: jax.Array,
     start_BT: jax.Array,
+    prefix: KeyRange | None,
     sinks_KG: jax.Array | None,
 ) -> jax.Array:
-    return _forward(query_block, key_block, q, k, v, start_BT, sinks_KG)[0]
+    return _forward(query_block, key_block, q, k, v, start_BT, prefix, sinks_KG)[0]
 
 
 def _forward(
@@ -109,20 +144,21 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     start_BT: jax.Array,
+    prefix: KeyRange | None,
     sinks_KG: jax.Array | None,
 ):
     """Return the output and the residuals, including each query's logsumexp of scores [B, K, G, T]."""
 
     def run_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q_BKGQH = _slice_block(q, start, query_block)
-        start_BQ = jax.lax.dynamic_slice_in_dim(start_BT, start, query_block, axis=1)
+        start_BQ, prefix_BQ = _slice_ranges((start_BT, prefix), start, query_block)
+        first, last, get_block = _list_key_blocks(start, start_BQ, prefix_BQ, query_block, key_block)
 
         def add_key_block(j: jax.Array, carry: SoftmaxStats) -> SoftmaxStats:
-            scores = _compute_scores(q_BKGQH, _slice_block(k, j * key_block, key_block), start, j * key_block, start_BQ)
-            return add_keys(carry, scores, _slice_block(v, j * key_block, key_block))
+            key = get_block(j) * key_block
+            scores = _compute_scores(q_BKGQH, _slice_block(k, key, key_block), start, key, start_BQ, prefix_BQ)
+            return add_keys(carry, scores, _slice_block(v, key, key_block))
 
-        first = start_BQ[:, 0].min() // key_block
-        last = _count_key_blocks(start, query_block, key_block)
         highest, total, out = jax.lax.fori_loop(
             first, last, add_key_block, make_empty_stats(q_BKGQH, v.shape[-1], sinks_KG)
         )
@@ -132,57 +168,83 @@ def _forward(
     _, (outs, logsumexps) = jax.lax.scan(run_query_block, None, starts)
     out = mark_matmul(jnp.moveaxis(outs, 0, 3).reshape(*q.shape[:-1], v.shape[-1]))
     logsumexp = mark_matmul(jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1]))
-    return out, (q, k, v, start_BT, out, logsumexp)
+    return out, (q, k, v, start_BT, prefix, out, logsumexp)
 
 
-def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_out: jax.Array):
-    q, k, v, start_BT, out, logsumexp = kept
+def _backward(query_block: int, key_block: int, kept: tuple[Any, ...], d_out: jax.Array):
+    q, k, v, start_BT, prefix, out, logsumexp = kept
     delta = (out * d_out).sum(-1, keepdims=True)
 
     def run_query_block(carry: tuple[jax.Array, jax.Array], start: jax.Array):
         q_BKGQH, d_out_BKGQH = _slice_block(q, start, query_block), _slice_block(d_out, start, query_block)
         delta_BKGQ1 = _slice_block(delta, start, query_block)
         logsumexp_BKGQ1 = _slice_block(logsumexp[..., None], start, query_block)
-        start_BQ = jax.lax.dynamic_slice_in_dim(start_BT, start, query_block, axis=1)
+        start_BQ, prefix_BQ = _slice_ranges((start_BT, prefix), start, query_block)
+        first, last, get_block = _list_key_blocks(start, start_BQ, prefix_BQ, query_block, key_block)
 
         def add_key_block(j: jax.Array, carry: SoftmaxStats) -> SoftmaxStats:
             d_q, d_k, d_v = carry
-            k_BKUH, v_BKUH = (_slice_block(x, j * key_block, key_block) for x in (k, v))
-            weights = jnp.exp(_compute_scores(q_BKGQH, k_BKUH, start, j * key_block, start_BQ) - logsumexp_BKGQ1)
+            key = get_block(j) * key_block
+            k_BKUH, v_BKUH = (_slice_block(x, key, key_block) for x in (k, v))
+            weights = jnp.exp(_compute_scores(q_BKGQH, k_BKUH, start, key, start_BQ, prefix_BQ) - logsumexp_BKGQ1)
             d_weights = _dot("bkgqh,bkuh->bkgqu", d_out_BKGQH.astype(v.dtype), v_BKUH)
             d_scores = (weights * (d_weights - delta_BKGQ1) / math.sqrt(q.shape[-1])).astype(k.dtype)
             d_q = d_q + _dot("bkgqu,bkuh->bkgqh", d_scores, k_BKUH)
-            d_k = _add_block(d_k, _dot("bkgqu,bkgqh->bkuh", d_scores, q_BKGQH.astype(k.dtype)), j * key_block)
+            d_k = _add_block(d_k, _dot("bkgqu,bkgqh->bkuh", d_scores, q_BKGQH.astype(k.dtype)), key)
             d_v_BKUH = _dot("bkgqu,bkgqh->bkuh", weights.astype(v.dtype), d_out_BKGQH.astype(v.dtype))
-            return d_q, d_k, _add_block(d_v, d_v_BKUH, j * key_block)
+            return d_q, d_k, _add_block(d_v, d_v_BKUH, key)
 
-        first = (jnp.zeros(q_BKGQH.shape, jnp.float32), *carry)
-        steps = _count_key_blocks(start, query_block, key_block)
-        d_q, d_k, d_v = jax.lax.fori_loop(start_BQ[:, 0].min() // key_block, steps, add_key_block, first)
+        d_q, d_k, d_v = jax.lax.fori_loop(first, last, add_key_block, (jnp.zeros(q_BKGQH.shape, jnp.float32), *carry))
         return (d_k, d_v), d_q
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
     zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     (d_k, d_v), d_qs = jax.lax.scan(run_query_block, zeros, starts)
     d_q = jnp.moveaxis(d_qs, 0, 3).reshape(q.shape)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None, None
 
 
 _flash.defvjp(_forward, _backward)
 
 
-def _count_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
-    """Return the number of key blocks that queries from `start` on can see."""
-    return (start + query_block + key_block - 1) // key_block
+def _slice_ranges(ranges: Any, start: jax.Array, size: int) -> Any:
+    """Return `size` positions of each array [B, T] of a tree."""
+    return jax.tree.map(lambda x_BT: jax.lax.dynamic_slice_in_dim(x_BT, start, size, axis=1), ranges)
+
+
+def _list_key_blocks(
+    start: jax.Array, start_BQ: jax.Array, prefix_BQ: KeyRange | None, query_block: int, key_block: int
+) -> tuple[jax.Array | int, jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Return which key blocks the queries from `start` on can see.
+
+    The result is a range of steps, first and end, and a function that returns the block of a step.
+    """
+    first = start_BQ[:, 0].min() // key_block
+    last = (start + query_block + key_block - 1) // key_block
+    if prefix_BQ is None:
+        return first, last, lambda j: j
+
+    # First the blocks of the prefix that are not among the own blocks, then the own blocks.
+    prefix_first = prefix_BQ.start_BT.min() // key_block
+    prefix_last = jnp.minimum((prefix_BQ.end_BT.max() + key_block - 1) // key_block, first)
+    num_before = jnp.maximum(prefix_last - prefix_first, 0)
+    return 0, num_before + last - first, lambda j: jnp.where(j < num_before, prefix_first + j, first + j - num_before)
 
 
 def _compute_scores(
-    q_BKGQH: jax.Array, k_BKUH: jax.Array, query_start: jax.Array, key_start: jax.Array, start_BQ: jax.Array
+    q_BKGQH: jax.Array,
+    k_BKUH: jax.Array,
+    query_start: jax.Array,
+    key_start: jax.Array,
+    start_BQ: jax.Array,
+    prefix_BQ: KeyRange | None,
 ) -> jax.Array:
     scores = _dot("bkgqh,bkuh->bkgqu", q_BKGQH.astype(k_BKUH.dtype), k_BKUH) / math.sqrt(q_BKGQH.shape[-1])
     query_Q1 = query_start + jnp.arange(q_BKGQH.shape[3])[:, None]
     key_U = key_start + jnp.arange(k_BKUH.shape[2])
     visible_BQU = (key_U <= query_Q1) & (key_U >= start_BQ[:, :, None])
+    if prefix_BQ is not None:
+        visible_BQU |= prefix_BQ.includes(key_U)
     return jnp.where(visible_BQU[:, None, None], scores, MASKED_SCORE)
 
 

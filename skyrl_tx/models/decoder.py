@@ -34,6 +34,7 @@ from skyrl_tx.layers.cache_state import (
     unstack_layers,
     write_cache,
 )
+from skyrl_tx.layers.flash_attention import KeyRange, find_positions
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.parameter import Parameter, rms_norm
@@ -84,19 +85,20 @@ def forward_and_count(
     *,
     uses_BT: jax.Array | None = None,
     start_BT: jax.Array | None = None,
+    prefix: KeyRange | None = None,
     position_BT: jax.Array | None = None,
     remat: RematPolicy = RematPolicy.SAVE_MATMULS,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the hidden states of `forward`, and how many tokens each expert received.
 
     The second has an array int32 [layers, E] for each stack of layers with experts. It is empty
-    without `uses_BT`, which says how often a position counts: 0 for padding, and otherwise 1.
+    without `uses_BT`, which says how often a position counts: 0 for padding, and more than 1 in a
+    shared prefix. With `prefix`, sequences continue earlier keys of their row, by attention alone.
     """
     if position_BT is None:
-        index = jnp.arange(inputs.shape[1])  # [T]; subtracting start_BT broadcasts it to [B, T]
-        position_BT = index if start_BT is None else index - start_BT
+        position_BT = find_positions(inputs.shape[1], start_BT, prefix)
     prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
-    rows: Any = {"start_BT": start_BT, "uses_BT": uses_BT}
+    rows: Any = {"start_BT": start_BT, "uses_BT": uses_BT, "prefix": prefix}
     context = replace(_make_context(params, config, position_BT), prepared=prepared, **rows)
 
     def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):

@@ -270,8 +270,9 @@ def attend_rows(
     layout, start_BT = context.layout, context.start_BT
     attend = partial(causal_attention, window=heads.window, kernel=context.kernels.get_attention_kernel(heads))
     if not layout.is_sharded:
-        return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
+        return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N, prefix=context.prefix)
 
+    assert context.prefix is None, "a mesh does not share prefixes"
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
     if layout.shards_rows:  # if there are more devices than kv heads, kv heads are duplicated

@@ -17,6 +17,7 @@ from flax import struct
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.experts import ExpertAdapters
+from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.parameter import Axis, Parameter
@@ -96,6 +97,8 @@ class LayerContext:
 
     None means that each row contains one sequence.
     """
+    prefix: KeyRange | None = None
+    """In training, the keys of the shared prefix that the sequence of each token continues."""
     prepared: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """In training, the result of `Mixer.prepare` for each mixer."""
     kernels: Kernels = NO_KERNELS

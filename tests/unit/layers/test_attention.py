@@ -18,7 +18,7 @@ from skyrl_tx.layers.attention import (
     dense_attention,
 )
 from skyrl_tx.layers.cache_state import DecodeLayerCache, PrefillLayerCache
-from skyrl_tx.layers.flash_attention import flash_attention
+from skyrl_tx.layers.flash_attention import KeyRange, flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit
@@ -103,6 +103,50 @@ def test_packed_sequences_do_not_attend_to_each_other(length):
         for start, end in zip(places, [*places[1:], length], strict=True):
             alone = attend_by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
             np.testing.assert_allclose(got[b : b + 1, start:end], alone, atol=1e-5)
+
+
+def pack_sharers(prefix_length, suffix_lengths):
+    """Return starts and prefix of a row: a sequence of 5 tokens, a prefix, its suffixes, and 3 tokens of padding."""
+    places = np.cumsum([0, 5, prefix_length, *suffix_lengths, 3])
+    start_T = np.repeat(places[:-1], np.diff(places)).astype(np.int32)
+    T, prefix_end = len(start_T), places[2]
+    is_suffix_T = (start_T >= prefix_end) & (start_T < places[-2])
+    prefix_start_T, prefix_end_T = np.where(is_suffix_T, 5, T), np.where(is_suffix_T, prefix_end, 0)
+    prefix = KeyRange(prefix_start_T[None].astype(np.int32), prefix_end_T[None].astype(np.int32))
+    sequences = [np.r_[5:prefix_end, first:end] for first, end in pairwise(places[2:-1])]
+    return start_T[None], prefix, [np.r_[0:5], *sequences]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 7, 80])
+@pytest.mark.parametrize(("prefix_length", "suffix_lengths"), [(11, (9, 4)), (100, (70, 1, 130)), (64, (64,))])
+def test_a_suffix_attends_to_its_prefix_and_itself(prefix_length, suffix_lengths, window, has_sinks):
+    start_BT, prefix, sequences = pack_sharers(prefix_length, suffix_lengths)
+    q, k, v = heads(T=start_BT.shape[1], B=1)
+    sinks = SINKS if has_sinks else None
+    got = np.asarray(attend(q, k, v, start_BT, sinks, prefix=prefix, window=window))
+    for sequence in sequences:
+        alone = attend_by_definition(*(x[:, sequence] for x in (q, k, v)), window, sinks)
+        np.testing.assert_allclose(got[:, sequence], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 80])
+def test_the_gradient_of_a_prefix_is_the_sum_over_its_suffixes(window):
+    start_BT, prefix, sequences = pack_sharers(100, (70, 1, 130))
+    x = heads(T=start_BT.shape[1], B=1)
+    target = heads(T=start_BT.shape[1], B=1, seed=1)[0]
+    target[:, 5:105] = 0  # each suffix would add it
+
+    def loss_of_row(x):
+        return (causal_attention(*x, start_BT, prefix=prefix, window=window) * target)[:, :-3].sum()
+
+    def loss_of_sequences(x):
+        rows = [causal_attention(*(z[:, s] for z in x), window=window) * target[:, s] for s in sequences]
+        return sum(row.sum() for row in rows)
+
+    found, expected = (fast_jit(jax.grad(loss))(x) for loss in (loss_of_row, loss_of_sequences))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
 WINDOWS = (1, 5, DENSE_LENGTH, 70, 500)
