@@ -62,6 +62,8 @@ class Meters:
     micro_batches: int | None = None
     padding_tokens: int | None = None
     """Positions of micro-batches without a token of a request."""
+    shared_tokens: int | None = None
+    """Tokens of passes that were not computed, because another example begins with them."""
     compared_samples: int | None = None
     """Samples whose log-probabilities were compared with the trainer's, see `TrainerGap`."""
     compared_tokens: int | None = None

@@ -34,10 +34,16 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything that a training run adds to the base model: its adapter and its optimizer."""
+    """Everything that a training run adds to the base model: its adapter and its optimizer.
+
+    With `shares_prefixes`, a pass may compute the common beginning of its examples once. Results are
+    equal up to rounding. The API sets it for each new run, so a run from an earlier release is
+    replayed without it. An unset field takes no bytes, like `ModelPass.sampled`.
+    """
 
     lora: LoraSpec
     optimizer: str = "adamw"
+    shares_prefixes: bool | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

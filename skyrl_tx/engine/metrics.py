@@ -86,6 +86,7 @@ class _BackendMeters(Collector):
         ),
         "micro_batches": "Micro-batches of passes that the device computed.",
         "padding_tokens": "Tokens of micro-batches that were padding.",
+        "shared_tokens": "Tokens of passes that were not computed, because another example begins with them.",
         "fallback_samples": (
             "Samples that the trainer drew because all servers of its sampler were lost (--sampler-fallback trainer)."
         ),

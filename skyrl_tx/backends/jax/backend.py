@@ -29,7 +29,7 @@ from skyrl_tx.backends.jax.devices import (
     get_compilation_monitor,
 )
 from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_is_scarce
-from skyrl_tx.backends.jax.kernel_choice import count_moe_layers, explain_kernels, pad_cached_dims
+from skyrl_tx.backends.jax.kernel_choice import explain_kernels, pad_cached_dims
 from skyrl_tx.backends.jax.memory import get_offload_limit, read_device_memory, read_memory_limit
 from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
 from skyrl_tx.backends.jax.sample.logit_adjustment import list_controls
@@ -42,6 +42,7 @@ from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
 from skyrl_tx.backends.jax.train.training_state import (
     SMALLEST_RANK,
+    TrainingState,
     TrainingStates,
     apply_gradient,
     choose_smallest_rank,
@@ -227,7 +228,8 @@ class JaxBackend(AbstractBackend):
             self._compiler = Compiler(config.compile_threads, self._compilation)
         if self._compiler is not None and not layout.is_sharded:
             programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
-            programs.start(MicroBatchShapes.from_plan(plan.passes, config, programs.layout), config.compile_cache_dir)
+            sizes = MicroBatchShapes.from_plan(plan.passes, config, programs.layout, plan.shares_prefixes)
+            programs.start(sizes, config.compile_cache_dir)
 
         # Usual programs. A CPU compiles none of sampling now, because its cores are needed to compute.
         runner = ModelRunner(
@@ -310,6 +312,7 @@ class JaxBackend(AbstractBackend):
             out_of_memory_retries=limit.num_retries,
             micro_batches=limit.num_micro_batches,
             padding_tokens=limit.num_padding_tokens,
+            shared_tokens=limit.num_shared_tokens,
         )
 
     # Models
@@ -319,9 +322,13 @@ class JaxBackend(AbstractBackend):
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         with convert_memory_errors("another model in training"):
-            state = make_training_state(self._model, spec.lora, self._smallest_rank, self._config.lora_alpha)
+            state = self._make_training_state(spec)
             state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
+
+    def _make_training_state(self, spec: ModelSpec) -> TrainingState:
+        shares, alpha = self._plan.shares_prefixes and spec.shares_prefixes is True, self._config.lora_alpha
+        return make_training_state(self._model, spec.lora, self._smallest_rank, alpha, shares_prefixes=shares)
 
     @override
     def delete_model(self, model_id: ModelId) -> None:
@@ -384,7 +391,7 @@ class JaxBackend(AbstractBackend):
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
-        fresh = make_training_state(self._model, spec.lora, self._smallest_rank, self._config.lora_alpha)
+        fresh = self._make_training_state(spec)
         state = checkpoint.restore(fresh, checkpoint.as_adapter_snapshot(source), parts)
         with convert_memory_errors("another model in training"):
             state = put_on_devices(state, self._placement)
@@ -480,19 +487,13 @@ class JaxBackend(AbstractBackend):
 
     def _make_fingerprint(self, config: JaxConfig, device: Any) -> dict[str, str]:
         """Return what the last bits of results depend on; see `Capabilities.fingerprint`."""
-        kernels, samples = self._plan.kernels, self._plan.samples
-
         return {
             "jax": jax.__version__,
             "device": device.device_kind,
-            "dtype": self._dtype.name,
             "mesh": str(config.mesh),
             **devices.make_fingerprint(),
-            "attention_kernel": kernels.attention_name,
-            "pages_kernel": kernels.pages_name,
-            **({"experts_kernel": kernels.experts_name} if count_moe_layers(self._model) else {}),
+            **self._plan.make_fingerprint(self._model),
             **self.fingerprint_changes(),
-            "sample_slots": f"{samples.num_slots} of {samples.tokens} tokens",
             **{name: str(getattr(config, name)) for name in ("prefill_chunk_tokens", "lora_alpha")},
             **({} if self._smallest_rank == SMALLEST_RANK else {"smallest_rank": str(self._smallest_rank)}),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),

@@ -76,6 +76,15 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str
         yield f"experts of {count_moe_layers(model)} layers: {kernels.experts_name}"
 
 
+def can_share_prefixes(kernels: Kernels, model: models.ModelConfig) -> bool:
+    """Return whether training on one device can compute the common beginning of examples once.
+
+    Kernels cannot, and neither can recurrent mixers, which would need a state for each suffix.
+    """
+    heads = [mixer.heads for mixer in model.mixers]
+    return all(head is not None and kernels.get_attention_kernel(head) is None for head in heads)
+
+
 def count_moe_layers(model: models.ModelConfig) -> int:
     """Return the number of layers with experts."""
     return sum(isinstance(block.feed_forward, Mixture) for block in model.blocks)

@@ -25,7 +25,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.host_memory import count_host_weight_bytes, format_gib
-from skyrl_tx.backends.jax.kernel_choice import choose_kernels
+from skyrl_tx.backends.jax.kernel_choice import can_share_prefixes, choose_kernels, count_moe_layers
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
     choose_adapter_slots,
@@ -44,6 +44,7 @@ from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, iter_ascending
 from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
+from skyrl_tx.backends.jax.train.shared_prefixes import SHARING_VERSION
 from skyrl_tx.backends.jax.train.training_programs import TrainingPrograms
 from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import (
@@ -78,6 +79,8 @@ class StartPlan:
     num_parameters: int
     dtype: str
     kernels: Kernels
+    shares_prefixes: bool
+    """Whether training can compute the common beginning of examples once."""
     weight_bytes: int
     free_bytes: int | None
     """Memory that the weights leave.
@@ -125,6 +128,18 @@ class StartPlan:
                 f"{format_gib(self.weight_bytes + self.free_bytes)}. Choose a smaller model, or use more devices: "
                 "`skyrl-tx plan` says how many"
             )
+
+    def make_fingerprint(self, model: models.ModelConfig) -> dict[str, str]:
+        """Return the choices that change the last bits of results, for the fingerprint of the backend."""
+        kernels, samples = self.kernels, self.samples
+        return {
+            "dtype": self.dtype,
+            "attention_kernel": kernels.attention_name,
+            "pages_kernel": kernels.pages_name,
+            **({"experts_kernel": kernels.experts_name} if count_moe_layers(model) else {}),
+            "shared_prefixes": SHARING_VERSION if self.shares_prefixes else "off",
+            "sample_slots": f"{samples.num_slots} of {samples.tokens} tokens",
+        }
 
 
 def make_abstract_layout(config: MeshConfig) -> Layout:
@@ -226,6 +241,7 @@ def plan_start(
         num_parameters=sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values()),
         dtype=dtype.name,
         kernels=kernels,
+        shares_prefixes=config.share_prefixes and not layout.is_sharded and can_share_prefixes(kernels, model),
         weight_bytes=weight_bytes,
         free_bytes=free,
         num_adapter_slots=num_slots,

@@ -60,9 +60,8 @@ def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> MicroBatchOutputs:
     """Compute one micro-batch without a gradient."""
-    hidden_BTD, counts = models.forward_and_count(
-        params, config, batch.tokens_BT, adapter, uses_BT=batch.uses_BT, start_BT=batch.start_BT
-    )
+    rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
+    hidden_BTD, counts = models.forward_and_count(params, config, batch.tokens_BT, adapter, **rows)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     loss = loss_selection.evaluate(
         batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
@@ -89,7 +88,7 @@ def accumulate(
 
     def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         cut_adapter = models.CutAdapter(pairs, adapter.scale)
-        rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT}
+        rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
         return models.forward_and_count(params, config, batch.tokens_BT, cut_adapter, **rows, remat=remat)
 
     backward: Any  # a jax.VJP

@@ -5,13 +5,15 @@ holds examples one after another, for example three examples of 300, 200 and 500
 1024. The start positions of the examples are an input array, so one compiled program serves all
 rows of the same length. Only the last row of a request has much padding.
 
-A micro-batch never mixes requests, and its shape depends only on the lengths of the request's
-examples. So a request runs the same programs regardless of other requests, and results are
-batch-invariant.
+A micro-batch never mixes requests, and its shape depends only on the request's examples. So a
+request runs the same programs regardless of other requests, and results are batch-invariant.
+
+If examples begin alike, a row can have their common beginning once, see `shared_prefixes`.
 
 Legend: B rows, T positions, K targets per position, C config columns.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +23,12 @@ from flax import struct
 
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.backends.jax.train.loss_selection import LOSS_INPUTS, NUM_COLUMNS, get_loss_number
+from skyrl_tx.backends.jax.train.shared_prefixes import PrefixGroup, find_prefix_groups, make_records, pack_rows
 from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import MeanTerm, PassResult
+from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.losses import LOSSES, MEANS, LossOutput
 
 MIN_ROW_LENGTH = 64
@@ -41,6 +45,11 @@ NUM_REMAINDER_LENGTHS = 4
 
 The number of tokens in the last row is arbitrary. If the last row could have every length that
 other rows can have, nearly every early request of a training run would compile a new program.
+"""
+_MIN_SAVED_SHARE = 1 / 8
+"""Prefixes are shared if at least this share of all positions, padding included, is saved.
+
+Rows with shared prefixes have their own programs, which the first request has to wait for.
 """
 
 
@@ -70,6 +79,8 @@ class MicroBatch:
     """float32: the numbers of the loss's config, one column for each."""
     is_local: bool = struct.field(pytree_node=False)
     """Whether the loss of a position depends only on the arrays at that position."""
+    prefix: KeyRange | None = None
+    """The shared prefix that each position continues, int32 [B, T]. None if nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +92,58 @@ class MicroBatchPlan:
     rows: tuple[int, ...]
     """The row of each example."""
     starts: tuple[int, ...]
-    """The position in the row at which each example starts."""
+    """The position in the row at which each example starts, without its shared prefix."""
     num_rows: int
     length: int
     num_targets: int
+    prefixes: tuple[tuple[int, int], ...] = ()
+    """Start and length of the shared prefix of each example. Empty if nothing is shared."""
 
     def __post_init__(self) -> None:
         assert 0 < len(self.members) == len(self.starts) == len(self.rows)
+        assert len(self.prefixes) in (0, len(self.members))
 
     @property
     def num_tokens(self) -> int:
         """The number of positions in all rows, padding included."""
         return self.num_rows * self.length
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """The number of tokens that are not computed, because another example has them."""
+        return sum(length for _, length in self.prefixes) - sum(length for _, length in set(self.prefixes))
+
+    def iter_spans(self, sizes: Sequence[int]) -> Iterator["ExampleSpans"]:
+        """Yield the positions of each example. `sizes` has the length of each example, by its index."""
+        prefixes = self.prefixes or ((0, 0),) * len(self.members)
+        sharers = Counter(prefixes)
+        for index, row, start, prefix in zip(self.members, self.rows, self.starts, prefixes, strict=True):
+            shared = slice(prefix[0], sum(prefix))
+            yield ExampleSpans(index, row, shared, slice(start, start + sizes[index] - prefix[1]), sharers[prefix])
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSpans:
+    """The positions of an example in a micro-batch."""
+
+    index: int
+    row: int
+    shared: slice
+    """The positions of its shared prefix, which may be empty."""
+    own: slice
+    """The positions of the rest."""
+    num_sharers: int
+    """How many examples have the prefix."""
+
+    @property
+    def num_shared(self) -> int:
+        """The number of positions of the shared prefix."""
+        return self.shared.stop - self.shared.start
+
+    def read(self, x: Any) -> NumberArray:
+        """Return the example's part of an array [B, T, ...]."""
+        own = x[self.row, self.own]
+        return np.concatenate([x[self.row, self.shared], own]) if self.num_shared else own
 
 
 def round_up_row_length(size: int) -> int:
@@ -129,7 +180,7 @@ def choose_remainder_length(size: int, budget: int) -> int:
 
 
 def plan_micro_batches(
-    examples: Sequence[PassExample], budget: int, num_rows: int = 1, multiple: int = 1
+    examples: Sequence[PassExample], budget: int, num_rows: int = 1, multiple: int = 1, *, shares_prefixes: bool = False
 ) -> list[MicroBatchPlan]:
     """Plan the micro-batches of one request.
 
@@ -144,7 +195,10 @@ def plan_micro_batches(
         num_rows: Rows of a micro-batch: the number of shards of the batch.
         multiple: Row lengths are rounded up to a multiple of this number, even above the budget.
             It is the number of shards of a row's tokens.
+        shares_prefixes: Whether examples that begin alike may share their prefix, where that saves
+            enough. It needs micro-batches of one row.
     """
+    assert not shares_prefixes or num_rows == multiple == 1
     # Group the examples by number of targets and loss config, longest first.
     sizes = [example.tokens.size for example in examples]
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -157,12 +211,71 @@ def plan_micro_batches(
     plans: list[MicroBatchPlan] = []
     for (num_targets, *_), order in groups.items():
         row_budget = choose_row_budget(budget // num_rows, num_targets, num_rows)
+        first_plan = len(plans)
         rows = _balance(_first_fit(order, sizes, row_budget), order, sizes, row_budget, num_rows)
         for first in range(0, len(rows), num_rows):
             is_remainder = num_rows == 1 and 0 < first == len(rows) - 1
             choose_length = choose_remainder_length if is_remainder else choose_micro_batch_length
             members = rows[first : first + num_rows]
             plans.append(_make_plan(members, sizes, row_budget, num_rows, num_targets, multiple, choose_length))
+
+        if shares_prefixes and (prefix_groups := _find_groups(examples, order, row_budget)):
+            # Rows as long as the plain ones take no more memory. Longer ones may have less padding.
+            plain = plans[first_plan:]
+            limits = {min(max(plan.length for plan in plain), row_budget), row_budget}
+            choices = [_plan_shared(prefix_groups, sizes, limit, num_targets) for limit in sorted(limits)]
+            best = min(choices, key=_count_tokens)
+            if _count_tokens(best) <= (1 - _MIN_SAVED_SHARE) * _count_tokens(plain):
+                plans[first_plan:] = best
+    return plans
+
+
+def _count_tokens(plans: Sequence[MicroBatchPlan]) -> int:
+    """Return the number of positions, padding included."""
+    return sum(plan.num_tokens for plan in plans)
+
+
+def _find_groups(examples: Sequence[PassExample], order: Sequence[int], budget: int) -> list[PrefixGroup]:
+    """Return the prefix groups of the examples with the given indices, and a group for each other one.
+
+    Returns nothing if no prefix is shared. An example that is longer than the budget shares nothing.
+    """
+    candidates = [index for index in order if examples[index].tokens.size <= budget]
+    found = find_prefix_groups([make_records(examples[index]) for index in candidates])
+    groups = [PrefixGroup(tuple(candidates[i] for i in group.members), group.length) for group in found]
+    grouped = {index for group in groups for index in group.members}
+    return [*groups, *(PrefixGroup((index,), 0) for index in order if index not in grouped)] if groups else []
+
+
+def _plan_shared(
+    groups: Sequence[PrefixGroup], sizes: Sequence[int], budget: int, num_targets: int
+) -> list[MicroBatchPlan]:
+    """Plan micro-batches of one row of at most `budget` positions, in which each group shares its prefix."""
+    rows = pack_rows(groups, sizes, budget)
+    plans: list[MicroBatchPlan] = []
+    for row in rows:
+        # Place each prefix, then its suffixes.
+        starts, prefixes, position = dict[int, int](), list[tuple[int, int]](), 0
+        for group in row.groups:
+            prefixes += [(position, group.length)] * len(group.members)
+            position += group.length
+            for index in group.members:
+                starts[index] = position
+                position += sizes[index] - group.length
+
+        # Each row is a micro-batch.
+        choose_length = choose_remainder_length if 1 < len(rows) == len(plans) + 1 else choose_micro_batch_length
+        plans.append(
+            MicroBatchPlan(
+                members=tuple(starts),
+                rows=(0,) * len(starts),
+                starts=tuple(starts.values()),
+                num_rows=1,
+                length=choose_length(position, budget),
+                num_targets=num_targets,
+                prefixes=tuple(prefixes) if any(length for _, length in prefixes) else (),
+            )
+        )
     return plans
 
 
@@ -225,10 +338,16 @@ def _make_plan(
     )
 
 
-def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> MicroBatch:
-    """Return a micro-batch of the given shape without examples: all zeros, and loss number 0."""
+def make_empty_micro_batch(
+    num_rows: int, length: int, num_targets: int, *, is_local: bool, has_prefixes: bool = False
+) -> MicroBatch:
+    """Return a micro-batch of the given shape without examples: zeros, loss number 0, and no prefix."""
     B, T, K = num_rows, length, num_targets
+    prefix: Any = None
+    if has_prefixes:
+        prefix = KeyRange(np.full((B, T), T, np.int32), np.zeros((B, T), np.int32))  # type: ignore[arg-type]
     shape = (B, T) if K == 1 else (B, T, K)
+
     return MicroBatch(
         loss=np.int32(0),
         tokens_BT=np.zeros((B, T), np.int32),
@@ -238,6 +357,7 @@ def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_l
         inputs={name: np.zeros(shape, np.float32) for name in LOSS_INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
         is_local=is_local,
+        prefix=prefix,
     )
 
 
@@ -245,20 +365,28 @@ def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> M
     """Return a micro-batch with the planned examples of a request."""
     first = examples[plan.members[0]]
     loss = LOSSES[first.loss]
-    batch = make_empty_micro_batch(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
-
-    # Copy each example to its place.
-    for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
-        example = examples[index]
+    batch = make_empty_micro_batch(
+        plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local, has_prefixes=bool(plan.prefixes)
+    )
+    for spans in plan.iter_spans([example.tokens.size for example in examples]):
+        example, row, num_shared = examples[spans.index], spans.row, spans.num_shared
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
-        end = start + example.tokens.size
-        batch.tokens_BT[row, start:end] = example.tokens
-        batch.start_BT[row, start:end] = start
-        batch.uses_BT[row, start:end] = 1
-        batch.start_BT[row, end:] = end  # the next example overwrites this, if there is one
-        _copy_array(batch.targets[row, start:end], example.loss_inputs[TARGET_TOKENS])
-        for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
-            _copy_array(batch.inputs[name][row, start:end], example.loss_inputs[name])
+
+        # Copy the example to its place. A shared position counts with the weights of all examples.
+        for span, part in ((spans.shared, slice(0, num_shared)), (spans.own, slice(num_shared, None))):
+            batch.tokens_BT[row, span] = example.tokens[part]
+            batch.start_BT[row, span] = span.start
+            batch.uses_BT[row, span] += 1
+            _copy_array(batch.targets[row, span], example.loss_inputs[TARGET_TOKENS][part])
+            for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
+                adds = name == "weights" and span is spans.shared
+                _copy_array(batch.inputs[name][row, span], example.loss_inputs[name][part], adds=adds)
+        batch.start_BT[row, spans.own.stop :] = spans.own.stop  # the next example overwrites this, if there is one
+
+        # The rest of the example continues its prefix.
+        if batch.prefix is not None and num_shared:
+            batch.prefix.start_BT[row, spans.own] = spans.shared.start
+            batch.prefix.end_BT[row, spans.own] = spans.shared.stop
     batch.config_BC[:, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
     return replace(batch, loss=get_loss_number(loss.spec.name, batch.targets.ndim))
 
@@ -268,16 +396,17 @@ def read_results(
 ) -> Iterator[tuple[int, PassResult]]:
     """Yield index and result of each planned example, from the outputs on the host."""
     is_policy_gradient = LOSSES[examples[plan.members[0]].loss].spec.is_policy_gradient
-    for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
+    for spans in plan.iter_spans([example.tokens.size for example in examples]):
+        index, row = spans.index, spans.row
         shape = examples[index].loss_inputs[TARGET_TOKENS].shape
-        span = slice(start, start + shape[0])
-
-        example_logprobs = logprobs[row, span, : 1 if len(shape) == 1 else shape[1]]
-        count = _sum(loss.count_BT[row, span])
-        means = {name: MeanTerm(_sum(loss.totals[name][row, span]), count) for name in MEANS}
+        example_logprobs = spans.read(logprobs)[:, : 1 if len(shape) == 1 else shape[1]]
+        count = _sum(spans.read(loss.count_BT))
+        means = {name: MeanTerm(_sum(spans.read(loss.totals[name])), count) for name in MEANS}
+        # The loss of a shared position is the sum over the examples, which are equal there.
+        shared_loss = _sum(loss.loss_BT[row, spans.shared]) / spans.num_sharers
         result = PassResult(
             logprobs=example_logprobs.reshape(shape).copy(),  # a view would keep the whole micro-batch in memory
-            sums={"loss": _sum(loss.loss_BT[row, span])},
+            sums={"loss": _sum(loss.loss_BT[row, spans.own]) + shared_loss},
             means=means if is_policy_gradient else {},
         )
         yield index, result
@@ -292,9 +421,10 @@ def _count_targets(example: PassExample) -> int:
     return 1 if targets.ndim == 1 else targets.shape[1]
 
 
-def _copy_array(destination: NumberArray, array: NumberArray) -> None:
-    """Copy an array [T] or [T, K] into a destination [T], or the first K columns of [T, K']."""
+def _copy_array(destination: NumberArray, array: NumberArray, *, adds: bool = False) -> None:
+    """Copy or add an array [T] or [T, K] to a destination [T], or to the first K columns of [T, K']."""
     if destination.ndim == 1:
-        destination[:] = array.reshape(array.shape[0])
+        array = array.reshape(array.shape[0])
     else:
-        destination[:, : array.shape[1]] = array
+        destination = destination[:, : array.shape[1]]
+    destination[:] = destination + array if adds else array

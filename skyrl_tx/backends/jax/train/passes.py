@@ -82,6 +82,7 @@ class DispatchLimit:
         self._outputs: deque[training.MicroBatchOutputs] = deque()
         self.num_micro_batches = 0
         self.num_padding_tokens = 0
+        self.num_shared_tokens = 0
         self.num_retries = 0
         """How often a pass restarted because a device was out of memory."""
 
@@ -91,11 +92,12 @@ class DispatchLimit:
             with suppress(jax.errors.JaxRuntimeError):  # the micro-batch's pass gets the error in `results`
                 self._outputs.popleft().packed.block_until_ready()
 
-    def add(self, outputs: training.MicroBatchOutputs, num_padding_tokens: int = 0) -> None:
+    def add(self, outputs: training.MicroBatchOutputs, num_padding_tokens: int = 0, num_shared_tokens: int = 0) -> None:
         """Record a dispatched micro-batch."""
         self._outputs.append(outputs)
         self.num_micro_batches += 1
         self.num_padding_tokens += num_padding_tokens
+        self.num_shared_tokens += num_shared_tokens
 
 
 class JaxPass(Pass):
@@ -161,7 +163,12 @@ class JaxPass(Pass):
     def _plan_micro_batches(self, memory_plan: MemoryPlan) -> list[_PlannedMicroBatch]:
         planned: list[_PlannedMicroBatch] = []
         for request in self._requests:
-            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *self._shards)
+            plans = packing.plan_micro_batches(
+                request.examples,
+                memory_plan.micro_batch_tokens,
+                *self._shards,
+                shares_prefixes=self._states_before[request.model_id].shares_prefixes,
+            )
             planned += (_PlannedMicroBatch(request, plan, plan is plans[-1]) for plan in plans)
         return planned
 
@@ -186,7 +193,8 @@ class JaxPass(Pass):
             with self._restart_if_out_of_memory():
                 outputs = self._dispatch(planned)
                 num_tokens = sum(planned.request.examples[index].tokens.size for index in planned.plan.members)
-                self._limit.add(outputs, planned.plan.num_tokens - num_tokens)
+                num_shared = planned.plan.num_shared_tokens
+                self._limit.add(outputs, planned.plan.num_tokens - num_tokens + num_shared, num_shared)
                 self._dispatched.append((planned, outputs))
         return not self._pending
 
@@ -325,7 +333,9 @@ class JaxPass(Pass):
         rank = next(iter(weights.values())).a.shape[-1]
         remat = self._choose_remat(self._memory_plan, plan.num_tokens) if backward else None
         is_local = LOSSES[planned.request.examples[0].loss].is_local
-        return MicroBatchShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
+        return MicroBatchShape(
+            plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local, has_prefixes=bool(plan.prefixes)
+        )
 
     def _call_program(self, planned: _PlannedMicroBatch, *arguments: Any, backward: bool) -> Any:
         shape = self._get_shape(planned, backward=backward)

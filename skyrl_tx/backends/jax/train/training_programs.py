@@ -7,7 +7,7 @@ read.
 import hashlib
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class MicroBatchShape:
     """How `forward_backward.accumulate` rematerializes; None is `forward_backward.forward`."""
     is_local: bool = True
     """Whether the loss is local: the loss of a position depends only on arrays at that position."""
+    has_prefixes: bool = False
+    """Whether examples of a row share prefixes."""
 
     @property
     def name(self) -> str:
@@ -53,7 +55,8 @@ class MicroBatchShape:
 
         The name does not contain `remat`, which follows from the memory plan.
         """
-        return f"{self.num_rows} {self.length} {self.num_targets} {self.rank} {int(self.is_local)}"
+        name = f"{self.num_rows} {self.length} {self.num_targets} {self.rank} {int(self.is_local)}"
+        return f"{name} 1" if self.has_prefixes else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +70,14 @@ class MicroBatchShapes:
     """The number of devices that share the tokens of a row. Row lengths are a multiple of it."""
     rank: int
     """The padded LoRA rank that clients use by default."""
+    shares_prefixes: bool = False
+    """Whether examples of a row may share prefixes."""
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
 
     @classmethod
-    def from_plan(cls, plan: MemoryPlan, config: JaxConfig, layout: Layout) -> "MicroBatchShapes":
+    def from_plan(
+        cls, plan: MemoryPlan, config: JaxConfig, layout: Layout, shares_prefixes: bool
+    ) -> "MicroBatchShapes":
         """Return the shapes with a memory plan. `layout` is the layout of training."""
         num_rows, num_splits = layout.num_shards("batch"), layout.num_shards("tokens")
         return cls(
@@ -78,6 +85,7 @@ class MicroBatchShapes:
             num_rows=num_rows,
             multiple=num_splits,
             rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
+            shares_prefixes=shares_prefixes,
             remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
         )
 
@@ -92,10 +100,11 @@ class MicroBatchShapes:
         # Popular programs
         for name in popular:
             fields = name.split()
-            if len(fields) == 5 and all(field.isdigit() for field in fields):
-                *sizes, is_local = map(int, fields)
-                if self._is_possible(*sizes[:3]):
-                    yield self._make_shape(*sizes, is_local=bool(is_local))
+            if len(fields) in (5, 6) and all(field.isdigit() for field in fields):
+                *sizes, is_local, has_prefixes = map(int, [*fields, "0"][:6])
+                if self._is_possible(*sizes[:3]) and (self.shares_prefixes or not has_prefixes):
+                    shape = self._make_shape(*sizes, is_local=bool(is_local))
+                    yield replace(shape, has_prefixes=bool(has_prefixes))
 
         # Full and last micro-batches
         parts = range(packing.NUM_REMAINDER_LENGTHS, 0, -1) if self.num_rows == 1 else ()
@@ -198,7 +207,13 @@ class TrainingPrograms:
 
     def _make_program(self, shape: MicroBatchShape) -> Program:
         adapter = make_adapter_shapes(self._params.layout, self._config, shape.rank)
-        batch = packing.make_empty_micro_batch(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
+        batch = packing.make_empty_micro_batch(
+            shape.num_rows,
+            shape.length,
+            shape.num_targets,
+            is_local=shape.is_local,
+            has_prefixes=shape.has_prefixes,
+        )
         if shape.remat is None:
             return Program(forward_backward.forward, (self._params, adapter, batch), {"config": self._config})
         static = {"config": self._config, "remat": shape.remat}

@@ -40,6 +40,8 @@ class TrainingState:
     optimizer: OptimizerState
     gradient: AdapterWeights | None = None
     """The accumulated gradient. None if nothing was accumulated since the last optimizer step."""
+    shares_prefixes: bool = False
+    """Whether passes compute the common beginning of examples once, see `shared_prefixes`."""
 
     def with_gradient(self, gradient: AdapterWeights | None) -> "TrainingState":
         """Return the same model with another accumulated gradient."""
@@ -85,7 +87,12 @@ def choose_smallest_rank(config: JaxConfig) -> int:
 
 
 def make_training_state(
-    config: models.ModelConfig, lora: LoraSpec, smallest_rank: int = SMALLEST_RANK, alpha: float = ALPHA
+    config: models.ModelConfig,
+    lora: LoraSpec,
+    smallest_rank: int = SMALLEST_RANK,
+    alpha: float = ALPHA,
+    *,
+    shares_prefixes: bool = False,
 ) -> TrainingState:
     """Return a new model as host arrays: A drawn from the seed, B zero, and no gradient."""
     adapter = models.init_adapter(config, lora, pad_rank(lora.rank, smallest_rank), alpha=alpha)
@@ -95,6 +102,7 @@ def make_training_state(
         targets=models.get_trained_targets(config, lora),
         adapter=adapter,
         optimizer=init_state(adapter.weights),
+        shares_prefixes=shares_prefixes,
     )
 
 
