@@ -13,7 +13,7 @@ from skyrl_tx.contract.ids import SessionId, model_id
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.server.routes.sessions import NEWEST_TESTED_SDK
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import engine_state, sessions
+from skyrl_tx.store import engine_state, models, sessions
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, ModelStatus
 from tests.support.client_environments import SDKS
 from tests.support.live_api import Server, live_api
@@ -132,3 +132,37 @@ def test_a_session_says_how_many_checkpoints_its_runs_keep(server: Server, value
     answer = server.post("create_session", tags=[], user_metadata={"skyrl_tx.keep_last": value})
     assert answer.status_code == status, answer.text
     assert status == 200 or "skyrl_tx.keep_last must be a number from 1, or 'all'" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("of_session", "of_run", "shares"),
+    [({}, None, True), ({"skyrl_tx.share_prefixes": False}, None, False)]
+    + [
+        ({"skyrl_tx.share_prefixes": value}, {"skyrl_tx.share_prefixes": own}, own == "true")
+        for value, own in (("true", "false"), ("false", "true"))
+    ],
+)
+def test_a_session_or_a_run_says_whether_its_passes_share_prefixes(
+    server: Server, of_session: dict[str, object], of_run: dict[str, object] | None, shares: bool
+) -> None:
+    session_id = server.post("create_session", tags=[], user_metadata=of_session).json()["session_id"]
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "a", "lora_config": {"rank": 2}}
+    answers = [server.post("create_model", **body, user_metadata=of_run).json() for _ in range(2)]
+    assert answers[0]["request_id"] == answers[1]["request_id"]
+    model = server.store.read(lambda tx: models.get(tx, model_id(session_id, 0)))
+    assert model is not None
+    spec = codec.decode(model.spec)
+    assert isinstance(spec, ModelSpec) and spec.shares_prefixes is shares
+
+
+def test_a_wrong_value_of_share_prefixes_is_refused(server: Server) -> None:
+    answer = server.post("create_session", tags=[], user_metadata={"skyrl_tx.share_prefixes": "no"})
+    assert answer.status_code == 400
+    assert "skyrl_tx.share_prefixes must be 'true' or 'false'" in answer.json()["detail"]
+
+
+def test_a_specification_of_an_earlier_release_shares_nothing_and_keeps_its_bytes() -> None:
+    spec = ModelSpec(lora=LoraSpec(rank=2, seed=1))
+    assert b"shares_prefixes" not in codec.encode(spec)
+    restored = codec.decode(codec.encode(spec))
+    assert isinstance(restored, ModelSpec) and restored.shares_prefixes is not True

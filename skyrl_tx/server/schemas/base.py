@@ -16,6 +16,8 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """A 64-bit integer, which the codec, NumPy and the database can store. JSON has no limit."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 """A sequence number of a client. Copies of a sampling client start at multiples of a billion."""
+SHARE_PREFIXES = "skyrl_tx.share_prefixes"
+"""The key of metadata that says whether passes of a run share prefixes, see `ModelSpec`."""
 _MAX_METADATA_CHARS = 2**16
 _MAX_NAMES = 64
 _MAX_DIGITS = 9
@@ -96,8 +98,19 @@ def _check_keep_last(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
+def _check_share_prefixes(metadata: dict[str, str]) -> dict[str, str]:
+    if metadata.get(SHARE_PREFIXES, "true") not in ("true", "false"):
+        raise ValueError(f"{SHARE_PREFIXES} must be 'true' or 'false'")
+    return metadata
+
+
 TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
-Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text), AfterValidator(_check_keep_last)]
+Metadata = Annotated[
+    TextMetadata,
+    BeforeValidator(_convert_values_to_text),
+    AfterValidator(_check_keep_last),
+    AfterValidator(_check_share_prefixes),
+]
 """Metadata of sessions and runs. Values that are not strings are converted to JSON."""
 Name = Annotated[str, Field(max_length=200)]
 """A name that is stored with a session."""

@@ -21,18 +21,26 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId, custom_loss_id
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.losses import TARGET_TOKENS
-from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
+from skyrl_tx.contract.requests import (
+    CreateCustomLoss,
+    CreateModel,
+    LoadWeights,
+    ModelPass,
+    ModelSpec,
+    Rejected,
+    Request,
+)
 from skyrl_tx.contract.results import CreateCustomLossOutput
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import JsonRequest
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
+from skyrl_tx.server.schemas.base import SHARE_PREFIXES, CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission.provenance import Provenance, fill_recorded
 from skyrl_tx.server.submission.validation import describe_first_error, quote_value
-from skyrl_tx.store import custom_losses, futures, models, placement, recorded_logprobs, sampling_sessions
+from skyrl_tx.store import custom_losses, futures, models, placement, recorded_logprobs, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -251,7 +259,11 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
     session = access.find_open_session(tx, call.caller, session_id)
     model_id = model_id_of(session_id, ids.model_seq_id)
     request = submission.request
-    spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
+    spec: ModelSpec | None = None
+    if isinstance(request, CreateModel | LoadWeights):
+        metadata = {**sessions.get_metadata(tx, [session_id]).get(session_id, {}), **(ids.user_metadata or {})}
+        spec = replace(request.spec, shares_prefixes=metadata.get(SHARE_PREFIXES) != "false")
+        submission = submission.replace_request(replace(request, spec=spec))
     key = f"create/{session_id}/{ids.model_seq_id}"
     call.add_stored(len(submission.body))
 

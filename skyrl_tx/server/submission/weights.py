@@ -13,6 +13,7 @@ from skyrl_tx.contract.ids import (
     ArtifactId,
     CheckpointKind,
     CheckpointPath,
+    ModelId,
     SessionId,
     checkpoint_name,
     sampling_session_id,
@@ -24,6 +25,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.training import read_optimizer_kind
 from skyrl_tx.server.submission.validation import check_ttl, quote_value, require
+from skyrl_tx.store import models
 
 UPLOADED = "uploaded"
 """The name of uploaded external weights. Clients can train and sample from them."""
@@ -115,7 +117,11 @@ def translate_load_weights(
         checkpoint, maker = access.find_saved_weights(tx, readers, path, now)
     except UserError as error:
         return Submission.from_error("load_weights", error.message, as_sent=as_sent)
-    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=access.decode_spec(maker))
+    spec = access.decode_spec(maker)
+    own = None if request.model_id is None else models.get(tx, ModelId(request.model_id))
+    if own is not None:  # a replay loads with this spec
+        spec = replace(spec, shares_prefixes=access.decode_spec(own).shares_prefixes)
+    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=spec)
     return Submission.from_request(request_to_store, as_sent=as_sent, base_model=maker.base_model)
 
 
