@@ -232,7 +232,9 @@ def models_page() -> Iterator[str]:
     yield "# Supported models"
     yield reference_text.MODELS_INTRO
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
-    yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_describe_family, families))
+    yield table(
+        ("Architecture", "File", "Feed-forward", "Attention", "Shares prefixes"), map(_describe_family, families)
+    )
     yield "\n".join(f"- {codes(family.names)}: {_describe_module(family)}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=ALPHA)
 
@@ -264,6 +266,7 @@ def _describe_family(family: ModelFamily) -> tuple[str, ...]:
         f"`{_find_module(family).__name__.replace('.', '/')}.py`",
         _describe_feed_forward(has),
         ", ".join(attention) or "plain",
+        "no" if has & {"in_proj_q", "in_proj_dt"} else "yes",
     )
 
 

@@ -112,7 +112,11 @@ Checkpoints are read as safetensors. Embeddings may be tied or untied. Tensors i
 (DeepSeek-V3), INT4 groups (Kimi K2 Thinking) and MXFP4 (gpt-oss) are unpacked at the start, so a
 device holds them as `bfloat16`: 42 GB for gpt-oss-20b. Other forms of quantization are refused by
 name. Tensors are `bfloat16` on accelerators and `float32` on CPU unless `--backend-config.dtype`
-says otherwise; adapters, gradients and optimizer moments are `float32` always."""
+says otherwise; adapters, gradients and optimizer moments are `float32` always.
+
+The last column says whether training computes the common beginning of a request's examples once
+([decision](../decisions/training.md#shared-prefixes-a-common-beginning-is-computed-once)). Meshes
+and the attention kernels for GPUs and TPUs compute it for each example."""
 
 ADAPTERS = """\
 ## Adapters

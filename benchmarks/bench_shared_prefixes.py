@@ -1,0 +1,129 @@
+"""Training speed with and without shared prefixes (see `skyrl_tx.backends.jax.train.shared_prefixes`).
+
+Two runs on one backend take turns with equal requests. One of them shares prefixes. Only `forward_backward` is
+measured, with the wait for its results. Ratios compare neighbouring steps, by wall time and by CPU seconds.
+
+Shapes:
+  long_prompt  16 samples of 256 tokens on one prompt of 768 tokens
+  gsm8k        16 samples of 250 tokens on one prompt of 150 tokens
+  dpo          16 pairs of answers of 128 tokens to prompts of 512 tokens
+  unshared     16 examples of 400 tokens that have nothing in common
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import compute_quartiles, report
+from benchmarks.meters import Cost, measure_cost, peak_memory_mb
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.process.setup import restart_with_huge_pages
+from skyrl_tx.testing.tiny_models import PRESETS, write_preset
+
+SHAPES = {
+    "long_prompt": (1, 768, 16, 256),
+    "gsm8k": (1, 150, 16, 250),
+    "dpo": (16, 512, 2, 128),
+    "unshared": (16, 0, 1, 400),
+}
+"""Number of prompts, tokens of a prompt, number of answers, tokens of an answer."""
+
+
+def make_examples(shape: str, model: ModelId, vocab_size: int) -> tuple[PassExample, ...]:
+    """Return the examples of one request. Tokens of prompts have no advantage."""
+    draw = np.random.default_rng(0)
+    num_prompts, prompt_length, num_answers, answer_length = SHAPES[shape]
+    examples: list[PassExample] = []
+    for _ in range(num_prompts):
+        prompt = draw.integers(0, vocab_size, prompt_length)
+        for _ in range(num_answers):
+            tokens = np.concatenate([prompt, draw.integers(0, vocab_size, answer_length + 1)]).astype(np.int32)
+            is_answer = np.arange(len(tokens) - 1) >= prompt_length - 1
+            inputs = {"logprobs": np.where(is_answer, -9.7, 0), "advantages": np.where(is_answer, draw.normal(), 0)}
+
+            examples.append(
+                PassExample(
+                    request_id=RequestId("r"),
+                    model_id=model,
+                    tokens=tokens[:-1],
+                    loss="importance_sampling",
+                    loss_inputs={
+                        "target_tokens": tokens[1:],
+                        "weights": np.ones(len(tokens) - 1, np.float32),
+                        **{name: array.astype(np.float32) for name, array in inputs.items()},
+                    },
+                    loss_config={},
+                )
+            )
+    return tuple(examples)
+
+
+def measure_shape(shape: str, backend: JaxBackend, vocab_size: int, repeats: int) -> dict[str, Any]:
+    """Alternate steps without and with sharing."""
+
+    def make_step(model: ModelId) -> Callable[[], Cost]:
+        batch = PreparedModelPassBatch(examples=make_examples(shape, model, vocab_size))
+        return lambda: measure_cost(lambda: backend.forward_backward(batch))
+
+    steps = {name: make_step(ModelId(name)) for name in ("plain", "shared")}
+    costs: dict[str, list[Cost]] = {name: [] for name in steps}
+    for repeat in range(2 + repeats):  # the first two compile and warm up
+        for name, step in steps.items():
+            cost = step()
+            costs[name] += [cost] if repeat >= 2 else []
+
+    num_examples = len(make_examples(shape, ModelId("plain"), vocab_size))
+    pairs = list(zip(costs["plain"], costs["shared"], strict=True))
+    rates = {name: statistics.median(num_examples / cost.wall_s for cost in own) for name, own in costs.items()}
+    results = {
+        **{f"{name}, examples per s": round(rate, 2) for name, rate in rates.items()},
+        "shared / plain": compute_quartiles([plain.wall_s / shared.wall_s for plain, shared in pairs]),
+        "shared / plain, by CPU s": compute_quartiles([plain.cpu_s / shared.cpu_s for plain, shared in pairs]),
+    }
+    print(shape, results, file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or the directory of a model")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="see above")
+    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each run")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="tokens of a micro-batch")
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
+        config = JaxConfig(
+            micro_batch_tokens=options.micro_batch_tokens,
+            compile_cache_dir=None,
+            sample_slots=1,
+            max_sample_tokens=8192,
+        )
+        backend = JaxBackend(str(model), config)
+        vocab_size = backend.start().vocab_size
+
+        for name, shares in (("plain", False), ("shared", True)):
+            spec = ModelSpec(lora=LoraSpec(rank=options.rank, seed=0), shares_prefixes=shares)
+            backend.create_model(ModelId(name), spec)
+        results: dict[str, Any] = {
+            shape: measure_shape(shape, backend, vocab_size, options.repeats) for shape in options.shapes
+        }
+        results["peak_memory_mb"] = peak_memory_mb()
+    report("shared_prefixes", options, results, ("jax", "jaxlib", "numpy"))
+
+
+if __name__ == "__main__":
+    restart_with_huge_pages()  # as the engine process does
+    main()
