@@ -7,10 +7,11 @@ has read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy import TextClause, bindparam, delete, func, insert, select, text, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
@@ -193,12 +194,31 @@ class Partial:
     topk: TopK | None = None
 
 
-_INSERT_PARTIALS = insert(PartialRow)
+_PARTIAL_COLUMNS = (
+    *("request_id", "sample_index", "start", "tokens", "logprobs"),
+    *("topk_token_ids", "topk_logprobs"),
+)
+_MAX_INSERTED = 256
+"""Rows of one statement. A database allows some ten thousand parameters."""
 
 
 def add_partials(tx: Session, partials: Sequence[Partial]) -> None:
-    """Insert the new tokens of one decode slice, with one statement for all samples."""
-    execute(tx, _INSERT_PARTIALS, [_encode_partial(partial) for partial in partials])
+    """Insert the new tokens of one decode slice.
+
+    One statement inserts up to 256 rows. For each row of an `executemany`, SQLite's driver releases
+    the interpreter and waits for it again, while the transaction keeps other processes from writing.
+    """
+    for first in range(0, len(partials), _MAX_INSERTED):
+        batch = partials[first : first + _MAX_INSERTED]
+        values = [(f"{name}_{n}", x) for n, partial in enumerate(batch) for name, x in _encode_partial(partial).items()]
+        execute(tx, _make_insert(len(batch)), dict(values))
+
+
+@lru_cache(maxsize=_MAX_INSERTED)
+def _make_insert(num_rows: int) -> TextClause:
+    """Return the statement that inserts partial results, with the parameters `<column>_<row>`."""
+    rows = (", ".join(f":{name}_{n}" for name in _PARTIAL_COLUMNS) for n in range(num_rows))
+    return text(f"INSERT INTO partials ({', '.join(_PARTIAL_COLUMNS)}) VALUES {', '.join(f'({row})' for row in rows)}")
 
 
 def _encode_partial(partial: Partial) -> dict[str, object]:

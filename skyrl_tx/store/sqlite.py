@@ -42,6 +42,12 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 """Interval between polls for commits whose notification was lost."""
 _ACTIVITY_PERIOD_S = 1.0
+_LOCK_RETRY_S = 0.001
+"""Interval between attempts to take the write lock.
+
+SQLite itself waits longer after each attempt, up to 0.1 s. A process then waits for most of a second
+while another process writes one transaction after another.
+"""
 _MAX_ADDRESS_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
 _MAX_WAL_BYTES = 64 * 2**20
 _INCREMENTAL = 2
@@ -145,7 +151,10 @@ class Sqlite(Dialect):
         def on_begin(connection: Connection) -> None:
             # A writer takes the lock here, because SQLite may refuse to upgrade a transaction that
             # has read.
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+            if not writes:
+                connection.exec_driver_sql("BEGIN")
+            elif not _try_to_lock(connection, self._busy_timeout_s):
+                connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises the error
 
         event.listen(engine, "connect", on_connect)
         event.listen(engine, "begin", on_begin)
@@ -348,6 +357,24 @@ def _get_error_code(error: BaseException | None) -> int | None:
     """Return SQLite's primary result code, or None if the error is not from SQLite."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
+
+
+def _try_to_lock(connection: Connection, timeout_s: float) -> bool:
+    """Begin a transaction with SQLite's write lock. Return whether this succeeded in time."""
+    driver = connection.connection.dbapi_connection
+    assert isinstance(driver, sqlite3.Connection)
+    end = time.monotonic() + timeout_s
+    driver.execute("PRAGMA busy_timeout=0")
+    while True:
+        try:
+            driver.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            if _get_error_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                return False
+            time.sleep(_LOCK_RETRY_S)
+        else:
+            driver.execute(f"PRAGMA busy_timeout={round(timeout_s * 1000)}")
+            return True
 
 
 def _invalidate_if_rolled_back(context: ExceptionContext) -> None:

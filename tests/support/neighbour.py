@@ -43,7 +43,7 @@ NUM_RUNS, NUM_SESSIONS, NUM_POINTS = 300, 40, 3000
 RESULT_NUMBERS = 3 * 2**20
 """Numbers of the large result: 12 MiB in the database, and about 64 MiB as JSON."""
 PAUSE_S = 0.02
-SETTLE_S = 1.0
+SETTLE_S = 3.0
 """Time between Ann's first calls and the first call of Bob that is measured."""
 WEIGHTS = "weights urls, silent store"
 UPLOAD = {"base_model": "fake", "lora_config": {"rank": 8}}

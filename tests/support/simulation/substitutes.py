@@ -237,7 +237,7 @@ def _with_clock_defaults(wanted: frozenset[int]) -> list[FunctionType]:
         _functions[key] = [
             function
             for function in functions.values()
-            if function.__module__.startswith("skyrl_tx.")
+            if (function.__module__ or "").startswith("skyrl_tx.")
             and any(id(value) in wanted for value in function.__defaults__ or ())
         ]
     return _functions[key]

@@ -3,6 +3,8 @@
 import time
 
 import numpy as np
+from sqlalchemy import event
+from sqlmodel import Session
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.contract.results import TopK
@@ -45,6 +47,27 @@ def test_tokens_are_read_once_in_the_order_of_writing(store: Store) -> None:
     before = rows[-1][0]
     store.write(lambda tx: completions.add_partials(tx, [partial("c", 0, 0, 1)]))
     assert store.read(lambda tx: completions.list_partials(tx, before))[0][0] > before, "positions are not used twice"
+
+
+def test_a_slice_of_many_samples_takes_few_statements(store: Store) -> None:
+    """The driver waits for the interpreter after each statement, and for each row of an `executemany`."""
+    inserts: list[tuple[str, bool]] = []
+
+    def write(tx: Session) -> None:
+        def record(_connection: object, _cursor: object, statement: str, *rest: object) -> None:
+            inserts.append((statement.partition(" VALUES")[0], bool(rest[-1])))
+
+        connection = tx.connection()
+        event.listen(connection, "before_cursor_execute", record)
+        completions.add_partials(tx, [partial(f"r{n}", n, 3, n, n + 1, k=n % 2) for n in range(600)])
+        event.remove(connection, "before_cursor_execute", record)
+
+    store.write(write)
+    assert [many for _, many in inserts] == [False] * 3, inserts
+    rows = store.read(lambda tx: completions.list_partials(tx, 0))
+    assert [(row.request_id, row.sample_index, row.tokens.tolist(), row.topk is None) for _, row in rows] == [
+        (f"r{n}", n, [n, n + 1], n % 2 == 0) for n in range(600)
+    ]
 
 
 def test_rows_without_an_open_request_are_pruned(store: Store) -> None:
