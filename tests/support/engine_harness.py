@@ -110,10 +110,21 @@ class EngineHarness:
         seq_id: int | None = None,
         sampling_session_id: SamplingSessionId | None = None,
         engine: int = 1,
+        num_attempts: int = 0,
     ) -> RequestId:
-        """Store a request, like the API. `engine` executes it if it names no model."""
+        """Store a request, like the API. `engine` executes it if it names no model.
+
+        The request looks as if engines had crashed `num_attempts` times while they executed it.
+        """
         where = {"model_id": model_id, "seq_id": seq_id, "sampling_session_id": sampling_session_id}
-        return self.api.write(lambda tx: self._submit(tx, request, engine=engine, **where))
+
+        def work(tx: Session) -> RequestId:
+            request_id = self._submit(tx, request, engine=engine, **where)
+            for _ in range(num_attempts):
+                futures.count_delivery_attempt(tx, [request_id])
+            return request_id
+
+        return self.api.write(work)
 
     def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
         if (model_id := where.get("model_id")) is not None:

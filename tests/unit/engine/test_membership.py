@@ -136,9 +136,7 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
         victim = engines.get_engine(get_engine(harness, model_id))
         other = 3 - victim.number
         victim.lose()
-        quarantined = harness.submit(sample(), engine=victim.number)
-        for _ in range(2):
-            harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [quarantined]))
+        quarantined = harness.submit(sample(), engine=victim.number, num_attempts=2)
         harness.api.write(lambda tx: record_status(tx, victim.number))
         innocent = harness.submit(sample(), engine=victim.number)
         engines.wait(innocent)

@@ -222,6 +222,7 @@ def test_other_work_replaces_work_whose_value_is_refused(store: Store) -> None:
     replaced, later = store.write_soon(write("\ud800"), write("plain")), store.write_soon(write("ann"))
     with pytest.raises(ValueRefused, match="surrogates"):
         refused.result()
-    assert list_owned(store, "plain") == [replaced.result()] and list_owned(store, "ann") == [later.result()]
+    replacement, ann = replaced.result(), later.result()
+    assert list_owned(store, "plain") == [replacement] and list_owned(store, "ann") == [ann]
     with pytest.raises(ValueRefused):
         store.read(lambda tx: sessions.find(tx, SessionId("\ud800")))
