@@ -194,10 +194,7 @@ class Partial:
     topk: TopK | None = None
 
 
-_PARTIAL_COLUMNS = (
-    *("request_id", "sample_index", "start", "tokens", "logprobs"),
-    *("topk_token_ids", "topk_logprobs"),
-)
+_PARTIAL_COLUMNS = tuple(name for name in PartialRow.model_fields if name != "position")
 _MAX_INSERTED = 256
 """Rows of one statement. A database allows some ten thousand parameters."""
 

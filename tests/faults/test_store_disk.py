@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy.exc import DBAPIError
@@ -115,6 +116,22 @@ def test_database_error_that_the_caller_swallows_fails_the_write(store: Store) -
 def test_write_waits_for_another_writer(store: Store, intruder: sqlite3.Connection) -> None:
     threading.Timer(0.1, lambda: intruder.execute("COMMIT")).start()
     assert store.write(add)
+
+
+def test_a_writer_tries_again_every_millisecond(
+    store: Store, intruder: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite itself would wait longer after each attempt, up to 0.1 s."""
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 20:
+            intruder.execute("COMMIT")
+
+    monkeypatch.setattr("skyrl_tx.store.sqlite.time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    assert store.write(add)
+    assert pauses == [0.001] * 20
 
 
 def test_database_locked_for_too_long_is_an_error_and_the_store_continues(

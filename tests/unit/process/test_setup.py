@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -97,10 +98,11 @@ class Node:
         self.other = self
 
 
-def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None:
-    before = gc.get_threshold()
+def test_threads_take_short_turns_and_garbage_collection_skips_present_objects() -> None:
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
     try:
         tune_interpreter(full_collection_after=30)
+        assert sys.getswitchinterval() == pytest.approx(0.001)
         assert gc.get_threshold()[2] == 30 and gc.get_freeze_count() > 1000
         node = weakref.ref(Node())
         assert node() is not None
@@ -109,6 +111,7 @@ def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+        sys.setswitchinterval(interval)
 
 
 def test_url_of_a_tls_server() -> None:
