@@ -85,6 +85,7 @@ METRICS = """\
 | of policy-gradient losses also | {policy}, each as `:mean`, `:sum` and `_count:sum` |
 | of models with experts (MoE) also | `e_frac_with_tokens:mean` `e_frac_oversubscribed:mean` \
 `e_max_violation:mean` `e_max_violation:max` `e_min_violation:mean` |
+| of runs that share prefixes also | `num_shared_tokens:sum` |
 | `optim_step` | `unclipped_grad_l2:mean` `learning_rate:mean` `step:max` |
 
 The suffix says how the SDK combines the requests into which it cuts a large call. It weighs a
@@ -95,6 +96,9 @@ SDK omits it for the whole call. NaN and infinity are passed on as such.
 `ratio` is r, `kl_to_sampler` is q − l, and `clip_fraction` is the share of positions whose ratio is
 outside the thresholds (of `gspo`: the ratio of the sequence). All are taken over positions whose
 advantage and weight are not 0.
+
+`num_shared_tokens` counts the tokens that the server did not compute, because another example of
+the request begins with them. They are included in `num_tokens`, and usage counts them.
 
 The metrics of experts say how evenly a request used them. In each layer with experts, the server
 counts how many tokens of the request each expert received. The perfect balance is the mean of these

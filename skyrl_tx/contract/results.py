@@ -26,6 +26,12 @@ REDUCTIONS = frozenset({"mean", "sum", "min", "max", "slack", "hash2", "unique"}
 See `tinker.lib.chunked_fwdbwd_helpers`.
 """
 
+SHARED_TOKENS = "num_shared_tokens:sum"
+"""The metric of a pass that says how many of its tokens were not computed.
+
+Another example of the pass begins with them. Only passes of runs that share prefixes have it.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class MeanTerm:

@@ -197,9 +197,15 @@ class QuickstartSettings(BaseSettings):
     output: Path = Path("skyrl-tx-quickstart")
     """Directory for the model, checkpoints, curves and the server's log."""
     steps: int = Field(default=160, ge=1)
-    """Supervised steps, of 16 questions each."""
-    rl_steps: int = Field(default=24, ge=1)
-    """Reinforcement learning steps, of 8 questions with 8 answers each."""
+    """Supervised steps, of 16 questions each.
+
+    Then come 3 steps of reinforcement learning for each 20 of them, of 8 questions with 8 answers each.
+    """
+
+    @property
+    def rl_steps(self) -> int:
+        """The number of reinforcement learning steps."""
+        return max(1, 3 * self.steps // 20)
 
     @classmethod
     def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]

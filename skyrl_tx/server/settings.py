@@ -72,6 +72,11 @@ class ApiFlags(CommonSettings):
     """Disable the console, the web pages for runs, samples, checkpoints, keys and the server."""
     no_custom_losses: bool = False
     """Do not evaluate losses that clients upload. The SDK then evaluates them in the client."""
+    no_shared_prefixes: bool = False
+    """Compute a common beginning of examples, such as a prompt, once for each of them in new runs.
+
+    A session or a run can choose the same with its metadata. Runs that exist do not change.
+    """
     ssl_certfile: Path | None = None
     """File with the TLS certificate and its chain (PEM). The server then only accepts HTTPS."""
     ssl_keyfile: Path | None = None

@@ -18,6 +18,7 @@ from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT
 from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.results import SHARED_TOKENS
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from tests.support.console_world import Browser, ConsoleWorld, console_world
@@ -58,7 +59,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
     server.result(server.post("save_weights", model_id=run, seq_id=1, path="state"))
     server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
     del server.client.headers["X-API-Key"]
-    values = {"loss:sum": 4.0, "num_tokens:sum": 5.0, LOSS_WEIGHT: 2.0}
+    values = {"loss:sum": 4.0, "num_tokens:sum": 5.0, SHARED_TOKENS: 1.0, LOSS_WEIGHT: 2.0}
 
     for number in range(3):
         point = Point(
@@ -179,6 +180,8 @@ def test_owner_and_admin_see_every_page(world: ConsoleWorld, names: dict[str, st
         assert ("API settings" in browser.get("/health").text) == (who == "root")
         data = browser.get(f"/console/data/training_runs/{names['run_id']}/curves?since=3").json()
         assert data["step"] == [3] and data["curves"]["loss"] == [2.0] and data["total"] == 3
+        assert data["curves"]["shared_tokens"] == [1.0]
+        assert "<span>Shared tokens</span>50%" in browser.get(f"/training_runs/{names['run_id']}").text
         assert browser.get(f"/training_runs/{names['run_id']}/curves.csv").text.count("\n") == 4
 
 

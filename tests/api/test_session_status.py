@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from sqlmodel import Session
+from sqlmodel import Session, select
 from tinker.types import SessionSearchResponse
 
 from skyrl_tx.contract import codec
@@ -153,6 +154,18 @@ def test_a_session_or_a_run_says_whether_its_passes_share_prefixes(
     assert model is not None
     spec = codec.decode(model.spec)
     assert isinstance(spec, ModelSpec) and spec.shares_prefixes is shares
+
+
+@pytest.mark.parametrize("metadata", [{}, {"skyrl_tx.share_prefixes": "true"}])
+def test_a_setting_turns_shared_prefixes_of_new_runs_off(tmp_path: Path, metadata: dict[str, str]) -> None:
+    for is_off in (False, True):  # the second server finds the run of the first one
+        settings = ApiSettings(port=0, data_dir=tmp_path, base_model="a", no_shared_prefixes=is_off)
+        with live_api(settings) as server:
+            session_id = server.post("create_session", tags=[], user_metadata=metadata).json()["session_id"]
+            body = {"session_id": session_id, "model_seq_id": 0, "base_model": "a", "lora_config": {"rank": 2}}
+            assert server.post("create_model", **body).status_code == 200
+            specs = [codec.decode(row.spec) for row in server.store.read(lambda tx: tx.exec(select(ModelRow)).all())]
+    assert sorted(spec.shares_prefixes for spec in specs if isinstance(spec, ModelSpec)) == [False, True]
 
 
 def test_a_wrong_value_of_share_prefixes_is_refused(server: Server) -> None:

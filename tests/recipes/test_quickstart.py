@@ -29,7 +29,7 @@ def parse_figures(output, name):
 
 
 def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
-    done = run_quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    done = run_quickstart("--steps", "30", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     before, after = parse_figures(done.stdout, "Held-out loss")
@@ -44,7 +44,7 @@ def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
 
 @pytest.mark.exhaustive  # test_gsm8k_scripts.py also trains this family
 def test_quickstart_trains_qwen3_5(tmp_path):
-    done = run_quickstart("--architecture", "qwen3_5", "--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    done = run_quickstart("--architecture", "qwen3_5", "--steps", "30", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     assert "(Qwen3.5 architecture, random weights" in done.stdout
     before, after = parse_figures(done.stdout, "Held-out loss")
@@ -68,7 +68,7 @@ def test_error_message_names_the_architectures(tmp_path):
 
 
 def test_quickstart_logs_its_reward_to_its_run(tmp_path):
-    done = run_quickstart("--steps", "2", "--rl-steps", "1", cwd=tmp_path)
+    done = run_quickstart("--steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", done.stdout, re.MULTILINE)
     assert link and done.stdout.index(link[0]) < done.stdout.index("Supervised:"), "the link comes first"

@@ -1,6 +1,6 @@
 """Runs in the database as the product recorded them, for pages that show curves.
 
-`quickstart.json` is from `skyrl-tx quickstart --steps 60 --rl-steps 12` on a CPU: supervised training, then
+`quickstart.json` is from a `skyrl-tx quickstart` of 60 supervised and 12 RL steps on a CPU: supervised training, then
 reinforcement learning whose ratios differ from 1 by less than 1e-7.
 """
 

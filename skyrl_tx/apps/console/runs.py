@@ -21,6 +21,7 @@ from skyrl_tx.apps.history.curves import (
     CurveCache,
     OptimizerStep,
     Value,
+    compute_shared_share,
     draw_spark,
     fold_newest_points,
     thin_steps,
@@ -96,6 +97,7 @@ def show_run(visit: Visit) -> Page:
         "tabs": _TABS,
         "hints": _find_hints(visit, line, steps, has_reward=run.reward is not None),
         "num_steps": len(steps),
+        "shared_share": compute_shared_share(steps),
         "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
     }
 

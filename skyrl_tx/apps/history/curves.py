@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
+from skyrl_tx.contract.results import SHARED_TOKENS
 
 Value = float | None
 """A number. None stands for NaN or infinity."""
@@ -100,6 +101,12 @@ CURVES: tuple[Curve, ...] = (
         group=_SAMPLES,
     ),
     Curve("tokens", "Tokens", "training tokens of the step", group=_SIZE),
+    Curve(
+        "shared_tokens",
+        "Shared tokens",
+        "training tokens that were not computed, because another example of the request begins with them",
+        group=_SIZE,
+    ),
     Curve("datums", "Examples", "training examples of the step", group=_SIZE),
     Curve("device_s", "Device time", "device time of the step's requests in seconds", "s", group=_SIZE),
     Curve("queue_s", "Queue time", "longest wait of a request while the run used no device", "s", group=_SIZE),
@@ -116,6 +123,13 @@ def get_displayed_step(kind: str, step: int) -> int:
     A pass before the first optimizer step has `step` 0 and belongs to step 1.
     """
     return step if kind == "step" else step + 1
+
+
+def compute_shared_share(steps: Sequence[OptimizerStep]) -> float | None:
+    """Return the share of training tokens that were not computed, in the steps of runs that share prefixes."""
+    counts = [(shared, step.tokens) for step in steps if (shared := step.values.get("shared_tokens")) is not None]
+    total = sum(tokens for _, tokens in counts)
+    return sum(shared for shared, _ in counts) / total if total else None
 
 
 def fold_metrics(rows: Sequence[tuple[Mapping[str, Value], float]]) -> dict[str, Value]:
@@ -210,6 +224,11 @@ def _fold_step(step: int, points: Sequence[Point], before: OptimizerStep | None)
                 values[name] = update[metric]
     if passes or updates:
         values |= {"tokens": tokens, "datums": datums, "device_s": device_s, "queue_s": queue_s, "wall_s": wall_s}
+
+    # A run from before an upgrade has no number of shared tokens
+    shared = [number for point in passes if (number := point.values.get(SHARED_TOKENS)) is not None]
+    if shared:
+        values["shared_tokens"] = sum(shared)
 
     return OptimizerStep(
         step=step,

@@ -12,7 +12,13 @@ from sqlmodel import Session
 from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.advice import find_advice
 from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
-from skyrl_tx.apps.history.curves import OptimizerStep, add_samples, fold_newest_points, fold_points
+from skyrl_tx.apps.history.curves import (
+    OptimizerStep,
+    add_samples,
+    compute_shared_share,
+    fold_newest_points,
+    fold_points,
+)
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.run_time import read_breakdown
@@ -225,7 +231,7 @@ def _format_value(value: object) -> str:
 
 
 def _make_summary(tx: Session, row: ModelRow, steps: Sequence[OptimizerStep]) -> Record:
-    session = sessions.get(tx, row.session_id)
+    session, share = sessions.get(tx, row.session_id), compute_shared_share(steps)
 
     return {
         "run": row.model_id,
@@ -242,6 +248,7 @@ def _make_summary(tx: Session, row: ModelRow, steps: Sequence[OptimizerStep]) ->
         "last_used": format_time(row.last_request_at),
         "step": row.num_steps,
         "loss": get_last_loss(steps),
+        "shared_tokens": None if share is None else f"{share:.0%}",
         "incomplete_gradient": row.poisoned_by,
         "deleted": format_time(row.deleted_at),
     }

@@ -203,8 +203,6 @@ class JaxConfig(JaxFlags):
     Chunks end at 128, 256, 512 … tokens up to this size, then at its multiples. Prompts with equal
     beginnings share whole chunks.
     """
-    share_prefixes: bool = Field(default=True, json_schema_extra=CHANGES_RESULTS)
-    """Compute the common beginning of a request's examples once, where the backend can."""
     max_topk_logprobs: int = Field(default=20, ge=0)
     """Largest top-k of log-probabilities that a client may request, as in the OpenAI API."""
 

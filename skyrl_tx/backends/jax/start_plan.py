@@ -241,7 +241,7 @@ def plan_start(
         num_parameters=sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values()),
         dtype=dtype.name,
         kernels=kernels,
-        shares_prefixes=config.share_prefixes and not layout.is_sharded and can_share_prefixes(kernels, model),
+        shares_prefixes=not layout.is_sharded and can_share_prefixes(kernels, model),
         weight_bytes=weight_bytes,
         free_bytes=free,
         num_adapter_slots=num_slots,

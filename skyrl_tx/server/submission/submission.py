@@ -262,7 +262,8 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
     spec: ModelSpec | None = None
     if isinstance(request, CreateModel | LoadWeights):
         metadata = {**sessions.get_metadata(tx, [session_id]).get(session_id, {}), **(ids.user_metadata or {})}
-        spec = replace(request.spec, shares_prefixes=metadata.get(SHARE_PREFIXES) != "false")
+        shares = metadata.get(SHARE_PREFIXES) != "false" and not call.settings.no_shared_prefixes
+        spec = replace(request.spec, shares_prefixes=shares)
         submission = submission.replace_request(replace(request, spec=spec))
     key = f"create/{session_id}/{ids.model_seq_id}"
     call.add_stored(len(submission.body))

@@ -111,7 +111,15 @@ class MicroBatchPlan:
     @property
     def num_shared_tokens(self) -> int:
         """The number of tokens that are not computed, because another example has them."""
-        return sum(length for _, length in self.prefixes) - sum(length for _, length in set(self.prefixes))
+        return sum(number for _, number in self.count_shared_tokens())
+
+    def count_shared_tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield the index of each example, and how many of its tokens are not computed for it."""
+        prefixes = self.prefixes or ((0, 0),) * len(self.members)
+        computed = set[tuple[int, int]]()
+        for index, prefix in zip(self.members, prefixes, strict=True):
+            yield index, prefix[1] if prefix in computed else 0
+            computed.add(prefix)
 
     def iter_spans(self, sizes: Sequence[int]) -> Iterator["ExampleSpans"]:
         """Yield the positions of each example. `sizes` has the length of each example, by its index."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import MemoryExhausted
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.results import PassResult
+from skyrl_tx.contract.results import SHARED_TOKENS, PassResult
 from skyrl_tx.layers.lora import AdapterWeights
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.losses import LOSSES
@@ -240,6 +240,7 @@ class JaxPass(Pass):
                 results[request.start + index] = result
 
         self._add_expert_metrics(results, outputs)
+        self._add_shared_tokens(results)
 
         # Commit.
         if self._backward:
@@ -257,6 +258,23 @@ class JaxPass(Pass):
             if metrics := compute_expert_metrics(counts):
                 for index in range(request.start, request.start + len(request.examples)):
                     results[index] = replace(results[index], metrics={**results[index].metrics, **metrics})
+
+    def _add_shared_tokens(self, results: dict[int, PassResult]) -> None:
+        """Add to the examples of runs that share prefixes how many of their tokens were not computed."""
+        for request in self._requests:
+            if not self._states_before[request.model_id].shares_prefixes:
+                continue
+            plans = [planned.plan for planned, _ in self._dispatched if planned.request is request]
+            for index, number in chain.from_iterable(plan.count_shared_tokens() for plan in plans):
+                result = results[request.start + index]
+                metrics = {**result.metrics, SHARED_TOKENS: float(number)}
+                results[request.start + index] = replace(result, metrics=metrics)
+
+            # One line per request
+            num_shared = sum(plan.num_shared_tokens for plan in plans)
+            total = sum(example.tokens.size for example in request.examples)
+            request_id = request.examples[0].request_id
+            log.debug("%s of %s: %d of %d tokens were shared", request_id, request.model_id, num_shared, total)
 
     @override
     def abort(self) -> None:

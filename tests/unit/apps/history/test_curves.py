@@ -8,10 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from skyrl_tx.apps.history.curves import LOSSES, CurveCache, draw_spark, fold_metrics, fold_points, thin_steps
+from skyrl_tx.apps.history.curves import (
+    LOSSES,
+    CurveCache,
+    compute_shared_share,
+    draw_spark,
+    fold_metrics,
+    fold_points,
+    thin_steps,
+)
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.results import SHARED_TOKENS
 from tests.support import recorded_runs
 
 NUMBERS = st.floats(-1e6, 1e6)
@@ -64,6 +73,15 @@ def test_passes_of_a_step_and_its_update_are_one_step() -> None:
     assert (first.step, second.step) == (1, 2) and first.passes == 2 and first.is_applied
     assert first.values["loss"] == 40.0 / 20.0 and first.values["grad_norm"] == 0.5 and first.tokens == 20
     assert first.values["learning_rate"] == 1e-4 and first.queue_s == 1.0 and first.wall_s == 2.0
+
+
+def test_shared_tokens_of_a_step_are_added_up_and_compared_with_all_its_tokens() -> None:
+    values = {**VALUES, SHARED_TOKENS: 4.0}
+    earlier = fold_points(passes(1))
+    shared = fold_points([point(10, "train", 1, values=values), point(11, "train", 1, values={**values, "x:sum": 1.0})])
+    assert "shared_tokens" not in earlier[0].values and compute_shared_share(earlier) is None
+    assert shared[0].values["shared_tokens"] == 8.0
+    assert compute_shared_share([*earlier, *shared]) == 0.4, "a step before an upgrade does not count"
 
 
 def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() -> None:

@@ -16,6 +16,7 @@ from skyrl_tx.apps.history.tables import LOSS_WEIGHT, LoggedRunRow
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.results import SHARED_TOKENS
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -47,7 +48,8 @@ def data_dir(tmp_path: Path) -> Path:
 
         for step in range(8):
             for part in range(2):
-                points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step, LOSS_WEIGHT: 2.0}))
+                values = {"loss:sum": 10.0 - step, LOSS_WEIGHT: 2.0, SHARED_TOKENS: 1.0}
+                points.add(tx, point(10 * step + part, "train", step, values))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
 
         row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
@@ -97,6 +99,7 @@ def test_show_prints_config_curves_and_lineage(data_dir: Path, capsys: pytest.Ca
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rank", "16"] in lines and ["project", "gsm8k"] in lines and ["step", "8"] in lines
     assert ["loaded", "from", "tinker://other:train:0/weights/start"] in lines
+    assert ["shared", "tokens", "33%"] in lines, "one of three tokens of each pass"
     assert ["loss", "5", "█▇▆▅▄▃▂▁", "1.5", "8"] in lines
     assert ["gradient", "norm", "1", "▁▂▃▄▅▆▇█", "8", "8"] in lines
     assert ["reward\\x1b[1m", "0", "▁▂▃▄▅▆▇█", "0.875", "7"] in lines, "terminals execute no text of clients"

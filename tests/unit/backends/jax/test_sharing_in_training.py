@@ -14,6 +14,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.results import SHARED_TOKENS
 from tests.support.tiny import DENSE, HYBRID, LATENTS, MAMBA, MOE, OUTPUT_NORMS, SINKS, WINDOWS, tiny_backend
 from tests.unit.backends.jax.test_custom_losses import importance_sampling
 
@@ -109,17 +110,23 @@ def compare(backend: JaxBackend, make: Any, *, shares: bool = True) -> None:
     found, gradients = run(backend, *make(SHARED))
     assert (backend.meters().shared_tokens > before) == shares
 
-    # The results, then the gradients
+    # The results
     assert np.abs(np.concatenate([leaf.ravel() for leaf in expected_gradients[PLAIN]])).max() > 0
+    num_shared = 0.0
     for own, plain in zip(found, expected, strict=True):
         assert own.logprobs.shape == plain.logprobs.shape
         assert_close(own.logprobs, plain.logprobs)
         assert own.sums == pytest.approx(plain.sums, rel=TOLERANCE)
-        assert own.metrics == pytest.approx(plain.metrics, rel=TOLERANCE)
+        num_shared += own.metrics[SHARED_TOKENS]
+        assert SHARED_TOKENS not in plain.metrics
+        assert own.metrics == pytest.approx({**plain.metrics, SHARED_TOKENS: own.metrics[SHARED_TOKENS]}, rel=TOLERANCE)
         assert own.means.keys() == plain.means.keys()
         for name, mean in plain.means.items():
             assert own.means[name].count == mean.count
             assert own.means[name].total == pytest.approx(mean.total, rel=TOLERANCE, abs=1e-4)
+    assert num_shared == backend.meters().shared_tokens - before
+
+    # The gradients
     for own, plain in zip(gradients[SHARED], expected_gradients[PLAIN], strict=True):
         assert_close(own, plain)
 
@@ -225,11 +232,6 @@ def test_recurrent_families_do_not_share(architecture: str) -> None:
     with start_backend(architecture) as backend:
         assert backend._plan.shares_prefixes is False
         assert backend._plan.make_fingerprint(backend._model)["shared_prefixes"] == "off"
-
-
-def test_a_setting_turns_sharing_off() -> None:
-    with start_backend(share_prefixes=False) as backend:
-        assert backend._plan.shares_prefixes is False
 
 
 def test_a_restored_model_shares_as_its_specification_says(backend: JaxBackend) -> None:
