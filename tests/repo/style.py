@@ -148,6 +148,21 @@ def find_names(path: str, text: str) -> Iterator[Finding]:
             yield Finding(path, node.lineno, "run of more than 15 lines", node.name)
 
 
+def find_repeated_classes(classes: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the classes whose name an earlier file has used."""
+    first: dict[str, str] = {}
+    for found in classes:
+        if first.setdefault(found.text, found.path) != found.path:
+            yield found
+
+
+def find_public_classes(path: str, text: str) -> Iterator[Finding]:
+    """Yield the public classes of a module."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield Finding(path, node.lineno, "class name used twice", node.name)
+
+
 def _count_longest_run(lines: Sequence[str]) -> int:
     """Return the length of the longest run of lines without a blank line or a comment."""
     longest = run = 0
@@ -161,6 +176,7 @@ def _count_longest_run(lines: Sequence[str]) -> int:
 def find_all(area: Area) -> Iterator[Finding]:
     """Yield the findings in the tracked files of an area."""
     command = ("git", "ls-files", *area.paths)
+    classes: list[Finding] = []
     for path in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if path.endswith("_pb2.py") or not path.endswith((".py", ".md", ".jinja", ".html")):
             continue
@@ -169,8 +185,10 @@ def find_all(area: Area) -> Iterator[Finding]:
             yield from find_constructions(path, text)
         if not path.endswith(".md") and path.startswith("skyrl_tx/"):
             yield from find_messages(path, text)
+            classes += find_public_classes(path, text) if path.endswith(".py") else ()
         if path.endswith(".py") and area.names is not None:
             yield from find_names(path, text)
+    yield from find_repeated_classes(classes)
 
 
 def compare(title: str, area: Area, counts: Mapping[str, int]) -> Iterator[str]:

@@ -37,6 +37,13 @@ def test_names_are_found() -> None:
     assert sorted(kinds) == ["loop over each", "of function", "participle function"]
 
 
+def test_class_names_used_twice_are_found() -> None:
+    first = style.find_public_classes("a.py", "class Row: ...\nclass Part: ...\nclass _Part: ...\n")
+    second = style.find_public_classes("b.py", "class Row: ...\nclass _Part: ...\n")
+    (found,) = style.find_repeated_classes([*first, *second])
+    assert (found.path, found.text) == ("b.py", "Row")
+
+
 @pytest.mark.parametrize(("num_lines", "num_findings"), [(15, 0), (16, 1)])
 def test_long_runs_are_found(num_lines: int, num_findings: int) -> None:
     body = "".join(f"    x = {number}\n" for number in range(num_lines))

@@ -221,7 +221,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class SessionTraffic:
     """The tokens of a session over time. Each bar covers `bar_s` seconds."""
 
     panels: Sequence[Panel]
@@ -230,7 +230,7 @@ class Traffic:
     bar_s: int
 
 
-def make_traffic(buckets: Sequence[Bucket], began: float, now: float) -> Traffic | None:
+def make_traffic(buckets: Sequence[Bucket], began: float, now: float) -> SessionTraffic | None:
     """Return the tokens over time by kind of work, or None if there are none.
 
     `began` is the start of the session.
@@ -258,7 +258,7 @@ def make_traffic(buckets: Sequence[Bucket], began: float, now: float) -> Traffic
         rates = [total / length for total, length in zip(totals, lengths, strict=True)]
         peak = max(rates)
         panels.append(Panel(title, format_count(sum(totals)), f"{format_count(peak)} tok/s", _draw_bars(rates, peak)))
-    return Traffic(panels, max(begin, began), min(ends[-1], now), bar_s)
+    return SessionTraffic(panels, max(begin, began), min(ends[-1], now), bar_s)
 
 
 def _draw_bars(rates: Sequence[float], peak: float) -> str:

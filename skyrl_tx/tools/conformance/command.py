@@ -20,7 +20,7 @@ from skyrl_tx.launch.command_line import parse_duration_s
 from skyrl_tx.process.text import make_line
 
 if TYPE_CHECKING:
-    from skyrl_tx.tools.conformance.rows import Result, Row
+    from skyrl_tx.tools.conformance.rows import ConformanceRow, Result
     from skyrl_tx.tools.conformance.server import Server
 
 KEY_VARIABLE = "TINKER_API_KEY"
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if counts["fail"] else 0
 
 
-def _select(pattern: str | None) -> "list[Row]":
+def _select(pattern: str | None) -> "list[ConformanceRow]":
     """Return the rows whose name contains a pattern, in upper or lower case, or all rows. They are sorted by group."""
     from skyrl_tx.tools.conformance import management_rows, refusal_rows, sampling_rows, training_rows  # import the SDK
 
@@ -123,9 +123,9 @@ def _select(pattern: str | None) -> "list[Row]":
 
 def _connect(server: "Server", arguments: argparse.Namespace) -> None:
     """Ask the server for its models and choose one. Raises CommandError."""
-    from skyrl_tx.tools.conformance.rows import Row, run_row
+    from skyrl_tx.tools.conformance.rows import ConformanceRow, run_row
 
-    choosing = Row(group="", title="", check=lambda server: server.choose_model(arguments.base_model))
+    choosing = ConformanceRow(group="", title="", check=lambda server: server.choose_model(arguments.base_model))
     result, _ = run_row(choosing, server, arguments.timeout_s)
     if result.status != "pass":
         raise CommandError(f"{server.traffic.url} {make_line(result.detail)}")
@@ -137,9 +137,9 @@ def _confirm() -> bool:
     return input("Start? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _run_rows(rows: "Sequence[Row]", server: "Server", timeout_s: float) -> "Iterator[Result]":
+def _run_rows(rows: "Sequence[ConformanceRow]", server: "Server", timeout_s: float) -> "Iterator[Result]":
     """Run rows one after the other, then delete what they have created, and yield the results."""
-    from skyrl_tx.tools.conformance.rows import Result, Row, run_row
+    from skyrl_tx.tools.conformance.rows import ConformanceRow, Result, run_row
 
     num_late = 0  # in succession
     try:
@@ -155,7 +155,9 @@ def _run_rows(rows: "Sequence[Row]", server: "Server", timeout_s: float) -> "Ite
             if is_late:
                 server = server.reconnect()  # the thread of the row still uses the clients
     finally:
-        cleaning = Row(group="session", title="All checkpoints of this run are deleted", check=lambda s: s.clean_up())
+        cleaning = ConformanceRow(
+            group="session", title="All checkpoints of this run are deleted", check=lambda s: s.clean_up()
+        )
         cleaned, _ = run_row(cleaning, server, timeout_s)
     yield cleaned
 

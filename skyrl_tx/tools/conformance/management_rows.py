@@ -12,11 +12,11 @@ import httpx
 import tinker
 from tinker import types
 
-from skyrl_tx.tools.conformance.rows import Rows, Skip, expect
+from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
 from skyrl_tx.tools.conformance.sampling_rows import wait_for
 from skyrl_tx.tools.conformance.server import NUM_TOKENS, RANK, TTL_S, Server
 
-ROWS = Rows()
+ROWS = ConformanceTable()
 
 _PROJECT = os.environ.get("TINKER_PROJECT_ID", "skyrl-tx-conformance")
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import tinker
 
-from skyrl_tx.tools.conformance.rows import Mismatch, Rows, Skip, expect, is_refusal
+from skyrl_tx.tools.conformance.rows import ConformanceTable, Mismatch, Skip, expect, is_refusal
 from skyrl_tx.tools.conformance.server import NUM_TOKENS, SEQUENCES, Server, make_datum
 
-ROWS = Rows()
+ROWS = ConformanceTable()
 
 _TOKENS = SEQUENCES[0]
 _ONES = np.ones(len(_TOKENS) - 1, np.float32)

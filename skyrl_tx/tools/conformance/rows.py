@@ -31,7 +31,7 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ConformanceRow:
     """One promise of the Tinker API, and the function that checks it.
 
     The check sends and samples at most `tokens` tokens. If a server refuses an optional feature,
@@ -60,7 +60,7 @@ class Result:
     seconds: float = 0.0
 
 
-class Rows(list[Row]):
+class ConformanceTable(list[ConformanceRow]):
     """A list of rows, with a decorator that adds them."""
 
     def row(
@@ -70,7 +70,7 @@ class Rows(list[Row]):
 
         def add(check: Check) -> Check:
             own = title or (check.__doc__ or "").rstrip(".")
-            self.append(Row(group=group, title=own, check=check, tokens=tokens, is_optional=is_optional))
+            self.append(ConformanceRow(group=group, title=own, check=check, tokens=tokens, is_optional=is_optional))
             return check
 
         return add
@@ -89,7 +89,7 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, _REFUSALS)
 
 
-def run_row(row: Row, server: "Server", timeout_s: float) -> tuple[Result, bool]:
+def run_row(row: ConformanceRow, server: "Server", timeout_s: float) -> tuple[Result, bool]:
     """Run a row on its own thread, and return its result and whether its time limit passed.
 
     A thread cannot be ended from outside. If the limit passes, the thread remains and its result is ignored.
@@ -105,7 +105,7 @@ def run_row(row: Row, server: "Server", timeout_s: float) -> tuple[Result, bool]
     return Result(name=row.name, status=status, detail=detail, seconds=time.monotonic() - begin), is_late
 
 
-def _check(row: Row, server: "Server") -> tuple[Status, str]:
+def _check(row: ConformanceRow, server: "Server") -> tuple[Status, str]:
     try:
         return "pass", str(row.check(server) or "")
     except Skip as reason:

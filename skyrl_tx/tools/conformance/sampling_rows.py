@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from tinker import types
 
-from skyrl_tx.tools.conformance.rows import Rows, Skip, expect
+from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
 from skyrl_tx.tools.conformance.server import NUM_TOKENS, SEQUENCES, TTL_S, Server, get_logprobs
 
-ROWS = Rows()
+ROWS = ConformanceTable()
 
 PROMPT = SEQUENCES[0]
 _CANCEL_WITHIN_S = 20.0

@@ -12,7 +12,7 @@ from tinker import types
 
 from skyrl_tx.contract.loss_reference import LossValue, evaluate
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.tools.conformance.rows import Rows, Skip, expect
+from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
 from skyrl_tx.tools.conformance.server import (
     NUM_TOKENS,
     RANK,
@@ -24,7 +24,7 @@ from skyrl_tx.tools.conformance.server import (
     make_datum,
 )
 
-ROWS = Rows()
+ROWS = ConformanceTable()
 
 _NORM = "unclipped_grad_l2:mean"
 _OFFSETS, _SHIFTS = (1.0, -1.0, 0.1, -0.1), (0.0, 0.6, -0.6)

@@ -29,7 +29,7 @@ from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_block_table, make_draw_params
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
-from skyrl_tx.backends.jax.sample.slice_parts import Part, SliceDivider, estimate_compilation_cost
+from skyrl_tx.backends.jax.sample.slice_parts import PlannedPart, SliceDivider, estimate_compilation_cost
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, make_noise
 from skyrl_tx.backends.jax.shapes import (
     MAX_PROMPTS_TOGETHER,
@@ -292,7 +292,7 @@ class ModelRunner:
     def _decode_on_cpu(
         self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, length: int
     ) -> SliceResult:
-        self._divider.record_call(Part(rows, length, is_adjusted=batch.adjustment is not None))
+        self._divider.record_call(PlannedPart(rows, length, is_adjusted=batch.adjustment is not None))
         max_steps = self._config.decode_slice_tokens
         pool = self.pool.gather(rows.adapters) if rows.any_adapter else None
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
@@ -312,7 +312,7 @@ class ModelRunner:
         self._by_layer = self._by_layer or programs.by_layer(self._params, self._model)
         return self._by_layer
 
-    def _make_rows_program(self, part: Part) -> programs.RowsProgram:
+    def _make_rows_program(self, part: PlannedPart) -> programs.RowsProgram:
         pool = self.pool.gather(part.rows.adapters) if part.rows.any_adapter else None
         pool, cache = programs.describe_arrays((pool, self.cache))
         inputs = self._make_inputs_without_samples(part.rows, is_adjusted=part.is_adjusted)

@@ -23,7 +23,7 @@ from skyrl_tx.models.flops import count_frozen_macs
 MAX_PARTS = 4
 """Samples wait for the compiler before they run in more parts."""
 CALL_COST = 16
-"""The cost of a part without rows, see `Part.cost`."""
+"""The cost of a part without rows, see `PlannedPart.cost`."""
 ROW_LENGTH = 512
 """A row with this KV read length costs twice as much as a row that reads nothing."""
 _COMPILED_PARAMETERS = 21_000_000_000
@@ -51,12 +51,12 @@ def group_by_length(
 
 
 def estimate_compilation_cost(model: ModelConfig) -> float:
-    """Return the time to compile a program, in the unit of `Part.cost`."""
+    """Return the time to compile a program, in the unit of `PlannedPart.cost`."""
     return _COMPILED_PARAMETERS * model.num_layers / count_frozen_macs(model)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlannedPart:
     """Samples that one program decodes, and the shape of that program."""
 
     rows: SliceRows
@@ -66,14 +66,14 @@ class Part:
     """Whether the logits of the samples change, see `RunningSample.is_adjusted`."""
 
     @classmethod
-    def arrange(cls, samples: Sequence[RunningSample], count: int, length: int) -> "Part":
+    def arrange(cls, samples: Sequence[RunningSample], count: int, length: int) -> "PlannedPart":
         """Assign samples to `count` rows. Either all of them are adjusted or none."""
         return cls(SliceRows.arrange(samples, count, merges=False), length, samples[0].is_adjusted)
 
-    def make_compared(self, count: int) -> "Part":
+    def make_compared(self, count: int) -> "PlannedPart":
         """Return the part without samples that runs to compare a row count with another one."""
         rows = next(SliceRows.iter_shapes(count, BASE_SLOT + self.rows.any_adapter, merges=False))
-        return Part(rows, MIN_SEGMENT_SIZE, self.is_adjusted)
+        return PlannedPart(rows, MIN_SEGMENT_SIZE, self.is_adjusted)
 
     @property
     def num_samples(self) -> int:
@@ -106,17 +106,17 @@ def cover(
     samples: Sequence[RunningSample],
     shapes: Sequence[tuple[int, int]],
     choose_length: Callable[[int], int],
-    can_run: Callable[[Part], bool],
-) -> list[Part]:
+    can_run: Callable[[PlannedPart], bool],
+) -> list[PlannedPart]:
     """Divide samples, the longest first, among programs that can run now.
 
     `shapes` lists row counts with KV read lengths. Returns an empty list if the samples do not fit
     into MAX_PARTS of these programs.
     """
-    parts, rest = list[Part](), list(samples)
+    parts, rest = list[PlannedPart](), list(samples)
     while rest and len(parts) < MAX_PARTS:
         needed = choose_length(rest[0].position)
-        fitting = (Part.arrange(rest[:count], count, length) for count, length in shapes if length >= needed)
+        fitting = (PlannedPart.arrange(rest[:count], count, length) for count, length in shapes if length >= needed)
         candidates = [part for part in fitting if can_run(part)]
         if not candidates:
             return []
@@ -136,13 +136,13 @@ class SliceDivider:
         counts: RowCounts,
         choose_length: Callable[[int], int],
         compiler: Compiler[Hashable] | None,
-        make_program: Callable[[Part], Program],
+        make_program: Callable[[PlannedPart], Program],
         compilation_cost: float,
     ) -> None:
         """Choose from `counts`, and from the KV read lengths that `choose_length` returns for a position.
 
         Without a compiler, the best program is always used, and its first call compiles it.
-        `compilation_cost` has the unit of `Part.cost`.
+        `compilation_cost` has the unit of `PlannedPart.cost`.
         """
         self._counts = counts
         self._choose_length = choose_length
@@ -153,7 +153,7 @@ class SliceDivider:
         self._shapes: set[tuple[int, int]] = set()  # row counts and KV read lengths of all queued or called programs
         self._extra_cost: defaultdict[Hashable, float] = defaultdict(float)  # of slices without this program
 
-    def divide(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[Part]:
+    def divide(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[PlannedPart]:
         """Return the parts of a slice of `num_steps` steps. Each part reads up to `max_positions`.
 
         Parts of the smallest row count may read more. This may wait for the compiler.
@@ -161,12 +161,12 @@ class SliceDivider:
         groups = group_by_length(samples, self._counts.all, self._choose_length, max_positions)
         return [part for group in groups for part in self._choose(group, num_steps, max_positions)]
 
-    def record_call(self, part: Part) -> None:
+    def record_call(self, part: PlannedPart) -> None:
         """Record that the program of a part is called, so it is compiled afterwards."""
         self._called.add(part.key)
         self._shapes.add((part.count, part.length))
 
-    def _choose(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[Part]:
+    def _choose(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[PlannedPart]:
         best = self._choose_best(samples)
         if self._compiler is None or self._can_run(best):
             return [best]
@@ -189,10 +189,10 @@ class SliceDivider:
         # If rows of this count have other bits, use a larger count.
         return [best] if self._can_run(best) else self._choose(samples, num_steps, max_positions)
 
-    def _choose_best(self, samples: Sequence[RunningSample]) -> Part:
+    def _choose_best(self, samples: Sequence[RunningSample]) -> PlannedPart:
         """Return the cheapest part for all samples, unless it is known to give them other bits."""
         length = self._choose_length(samples[0].position)
-        parts = (Part.arrange(samples, count, length) for count in self._counts.all if count >= len(samples))
+        parts = (PlannedPart.arrange(samples, count, length) for count in self._counts.all if count >= len(samples))
         return next(
             part
             for part in parts
@@ -200,34 +200,36 @@ class SliceDivider:
             or self._counts.is_used(part.count, *part.kind)
         )
 
-    def _cover(self, samples: Sequence[RunningSample], best: Part, num_steps: int, max_positions: int) -> list[Part]:
+    def _cover(
+        self, samples: Sequence[RunningSample], best: PlannedPart, num_steps: int, max_positions: int
+    ) -> list[PlannedPart]:
         """Return compiled parts, unless they cost more than the best part by a whole compilation."""
         smallest = self._counts.all[0]
         shapes = [shape for shape in sorted(self._shapes) if shape[0] == smallest or math.prod(shape) <= max_positions]
         parts = cover(samples, shapes, self._choose_length, self._can_run)
         return parts if _count_extra_cost(parts, best, num_steps) < self._compilation_cost else []
 
-    def _can_run(self, part: Part) -> bool:
+    def _can_run(self, part: PlannedPart) -> bool:
         """Return whether the program is compiled and rows have the bits of the largest row count."""
         return not self._list_missing(part) and self._counts.is_used(part.count, *part.kind)
 
-    def _list_missing(self, part: Part) -> list[Part]:
+    def _list_missing(self, part: PlannedPart) -> list[PlannedPart]:
         """Return parts whose programs must be compiled before this one can run."""
         needed = [part]
         if not self._counts.is_compared(part.count, *part.kind):
             needed = [*(part.make_compared(count) for count in (self._counts.all[-1], part.count)), part]
         return [other for other in needed if not self._is_compiled(other)]
 
-    def _is_compiled(self, part: Part) -> bool:
+    def _is_compiled(self, part: PlannedPart) -> bool:
         assert self._compiler is not None
         return part.key in self._called or part.key in self._compiler.ready
 
-    def _queue(self, part: Part) -> None:
+    def _queue(self, part: PlannedPart) -> None:
         """Compile the program of a part in the background."""
         assert self._compiler is not None
         self._shapes.add((part.count, part.length))
         self._compiler.queue_needed(part.key, partial(self._make_program, part))
 
 
-def _count_extra_cost(parts: Iterable[Part], best: Part, num_steps: int) -> float:
+def _count_extra_cost(parts: Iterable[PlannedPart], best: PlannedPart, num_steps: int) -> float:
     return (sum(part.cost for part in parts) - best.cost) * num_steps

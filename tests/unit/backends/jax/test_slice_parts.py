@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Program
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample
-from skyrl_tx.backends.jax.sample.slice_parts import MAX_PARTS, Part, SliceDivider, cover, group_by_length
+from skyrl_tx.backends.jax.sample.slice_parts import MAX_PARTS, PlannedPart, SliceDivider, cover, group_by_length
 from skyrl_tx.backends.jax.sample.slice_rows import RowCounts
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.logit_adjuster import LogitAdjuster
@@ -59,7 +59,7 @@ def test_a_long_sample_is_read_with_few_others():
     assert lengths(16 * 64, 5000, 4000, 3000, 100, 90, 80) == [[5000, 4000], [3000, 100], [90, 80]]
 
 
-def describe(parts: Sequence[Part]) -> list[tuple[int, int, int]]:
+def describe(parts: Sequence[PlannedPart]) -> list[tuple[int, int, int]]:
     """Return number of samples, row count and KV read length of each part."""
     return [(part.num_samples, part.count, part.length) for part in parts]
 
@@ -178,7 +178,7 @@ def test_rows_with_other_bits_are_never_used() -> None:
 def test_parts_read_no_more_than_the_memory_holds() -> None:
     compiler = FakeCompiler()
     divider = make_divider(compiler, compilation_cost=1000, different=2)
-    divider.record_call(Part.arrange(make_samples(300), 16, 512))
+    divider.record_call(PlannedPart.arrange(make_samples(300), 16, 512))
     assert describe(divider.divide(make_samples(300, 300, 300), 1, 16 * 512)) == [(3, 16, 512)]
     assert describe(divider.divide(make_samples(300, 300, 300), 1, 8 * 512)) == [(3, 8, 512)]
 
