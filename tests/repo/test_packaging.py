@@ -19,7 +19,6 @@ from tests.support.fetch_vendored import VENDOR, packages
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyrl_tx"
-README = (ROOT / "README.md").read_text()
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -42,12 +41,13 @@ def test_metadata_names_every_licence_and_has_its_text() -> None:
     assert texts == {ROOT / "LICENSE", *(path for path in PACKAGE.rglob("*") if path.name.startswith("LICENSE"))}
 
 
-def test_readme_names_the_files_of_every_other_project() -> None:
-    rows = re.findall(r"^\| `(skyrl_tx/\S+?/)(?:[\w.]+)?` \|.*\| ([\w.-]+) \|$", README, re.MULTILINE)
+def test_the_files_of_every_other_project_are_named() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(skyrl_tx/\S+?/)(?:[\w.]+)?` \|.*\| ([\w.-]+) \|$", text, re.MULTILINE)
     assert dict(rows) == find_other_licences()
     for found in packages():
         major = re.match(r"\d+", found["version"])
-        assert major and re.search(rf"{found['directory']}\S*\) {major[0]}", README, re.IGNORECASE)
+        assert major and re.search(rf"{found['directory']}\S*\) {major[0]}", text, re.IGNORECASE)
 
 
 # Description and citation
