@@ -71,10 +71,7 @@ FULL_COLLECTION_AFTER = 20
 STUCK_STATUS = 75
 """Exit status of an engine with a backend call that does not return (EX_TEMPFAIL)."""
 MIN_INTERPRETER_TIMEOUT_S = 30.0
-"""Minimum time limit for the interpreter's lock.
-
-Loading libraries and weights may hold it for seconds.
-"""
+"""Minimum time limit for the interpreter's lock. Loading weights may hold it for seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,11 +204,14 @@ def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
         _run(launch, boot_id, parent.send, on_stuck, second_signal_exits=False)
         if launch.hosts.rank > 0:
             parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
+        status = 0
     except Exception as error:
         parent.send(EngineEnd.from_error(error))
-        if launch.hosts.size > 1:
-            os._exit(1)  # a normal exit would wait for the other hosts in JAX
-        sys.exit(1)
+        status = 1
+
+    # A normal exit would wait for programs that are being compiled, and for other hosts in JAX.
+    logging.shutdown()
+    os._exit(status)
 
 
 def _follow_parent(parent: Connection) -> None:

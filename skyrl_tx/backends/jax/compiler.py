@@ -11,6 +11,7 @@ the options of other devices, but it refuses GPU options that it does not know. 
 exist up to JAX 0.11.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import jax
 from jax._src import xla_bridge  # pyright: ignore[reportPrivateUsage]  (JAX has no public function)
@@ -54,6 +56,16 @@ _LOG_EVERY = 5
 """How many compiled programs are between two log lines."""
 
 log = logging.getLogger(__name__)
+
+_closed_threads = WeakSet[threading.Thread]()
+"""Threads of closed compilers. Some of them may still be compiling a program."""
+
+
+@atexit.register
+def _join_closed_threads() -> None:
+    """Wait for running compilations. An interpreter that exits during one aborts the process."""
+    for thread in list(_closed_threads):
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +191,10 @@ class Compiler(Generic[Key]):
             )
 
     def close(self) -> None:
-        """Stop compiling, and wait for the programs that are being compiled. Idempotent.
+        """Stop compiling. Idempotent.
 
-        XLA cannot be interrupted, and a process that exits during a compilation aborts.
+        XLA cannot be interrupted. So a thread that is compiling a program ends after that, and its
+        program is not used.
         """
         with self._lock:
             self._is_closed = True
@@ -189,9 +202,9 @@ class Compiler(Generic[Key]):
             self._needed.clear()
             self._lock.notify_all()
             if self._running:
-                log.info("waiting for %d programs to be compiled: XLA cannot be interrupted", len(self._running))
-        for thread in self._threads if self._is_started else ():
-            thread.join()
+                log.info("%d programs are still being compiled and will not be used", len(self._running))
+        if self._is_started:
+            _closed_threads.update(self._threads)
 
     def _notify_threads(self) -> None:
         """Tell the threads that there is a new program. The first program starts the threads."""
@@ -218,8 +231,9 @@ class Compiler(Generic[Key]):
                 ready = CompiledProgram(program.compile_lazily())
 
             with self._lock:
-                self.ready[key] = ready
                 self._running.discard(key)
+                if not self._is_closed:
+                    self.ready[key] = ready
                 self._num_done += 1
                 self._lock.notify_all()
             self._log_progress()

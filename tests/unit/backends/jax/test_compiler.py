@@ -155,18 +155,19 @@ def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compile
     assert "no such instruction" in caplog.text
 
 
-def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_other() -> None:
-    order: list[str] = []
-    found = Compiler[str](1, CompilationMonitor())
-    running, queued = FakeJitted("running", order), FakeJitted("queued", order)
-    found.queue_likely([("running", program(running)), ("queued", program(queued))])
+def test_closing_does_not_wait_for_a_running_compilation() -> None:
+    compiler, order = Compiler[str](0, CompilationMonitor()), list[str]()
+    running, waiting = FakeJitted("running", order), FakeJitted("waiting", order)
+    compiler.queue_needed("running", lambda: program(running))
     assert running.started.wait(WAIT_S)
-    closing = threading.Thread(target=found.close)
-    closing.start()
+    compiler.queue_needed("waiting", lambda: program(waiting))
+
+    compiler.close()
+    compiler.close()  # returns although the program is not allowed to end
     running.allowed.set()
-    closing.join(WAIT_S)
-    assert not closing.is_alive() and order == ["running"] and not queued.started.is_set()
-    found.close()
+    compiler_module._join_closed_threads()
+    assert order == ["running"] and not waiting.started.is_set()
+    assert compiler.ready == {}
 
 
 def test_finish_waits_for_a_program_that_is_needed_and_for_no_other() -> None:
