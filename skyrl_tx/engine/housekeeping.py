@@ -256,9 +256,11 @@ class Housekeeping:
     def trim_tables(self) -> None:
         """Start to remove rows that exceed limits of features, for example old points of runs."""
         store = self.context.store
-        grown = [(limit, limit.grown) for limit in self.context.observers.list_row_limits() if limit.grown]
+        grown = [
+            (limit, limit.changed_groups) for limit in self.context.observers.list_row_limits() if limit.changed_groups
+        ]
         for limit, _ in grown:
-            limit.grown = set()
+            limit.changed_groups = set()
 
         def remove() -> None:
             for limit, keys in grown:
@@ -272,7 +274,7 @@ class Housekeeping:
             if (error := removed.exception()) is not None:  # the rows only take disk space
                 _log.error("cannot remove rows that exceed their limits; retrying later", exc_info=error)
                 for limit, keys in grown:
-                    limit.grown |= keys
+                    limit.changed_groups |= keys
 
         if grown:
             self.context.background_writer.submit(remove, on_removed)

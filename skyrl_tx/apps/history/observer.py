@@ -1,4 +1,7 @@
-"""Write the history of runs with each result: points, kept samples, and sums over samples."""
+"""Record the curves of runs, and a selection of their samples, in the transaction of each result.
+
+A *point* is one training request in the curves of a run. A *group* is the samples of one request.
+"""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -29,10 +32,10 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
 
 _MIN_TEMPERATURE = 0.5
-"""Samples below this temperature do not count for the `surprise` curve.
+"""Samples below this temperature do not count for the curve `surprise`.
 
-At a low temperature, the most likely tokens are drawn, so their probabilities do not show how
-certain the model is.
+The curve is the mean of -log p of the sampled tokens. At a low temperature, the most likely tokens
+are drawn, so their probabilities do not show how certain the model is.
 """
 
 
@@ -43,17 +46,17 @@ class HistoryObserver(ResultObserver):
     store: Store
     settings: EngineSettings
     _groups: KeptGroups = field(init=False)
-    _points: RowLimit[ModelId] = field(init=False)
-    _samples: RowLimit[tuple[str, str]] = field(init=False)
+    _point_limit: RowLimit[ModelId] = field(init=False)
+    _sample_limit: RowLimit[tuple[str, str]] = field(init=False)
     """The keys are model and owner."""
 
     def __post_init__(self) -> None:
         self._groups = KeptGroups(self.store, self.settings.keep_samples)
-        self._points = RowLimit(
+        self._point_limit = RowLimit(
             find_superfluous=lambda tx, model_id: points.find_superfluous(tx, model_id),
             remove=points.remove,
         )
-        self._samples = RowLimit(
+        self._sample_limit = RowLimit(
             find_superfluous=lambda tx, key: kept_samples.find_superfluous(
                 tx, *key, self.settings.max_kept_sample_bytes
             ),
@@ -63,16 +66,16 @@ class HistoryObserver(ResultObserver):
     @property
     def row_limits(self) -> Sequence[RowLimit[Any]]:
         """The limits on the points of a run, and on the kept samples per model and owner."""
-        return self._points, self._samples
+        return self._point_limit, self._sample_limit
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows:
-        """Write a point, and the advantage and KL of kept samples that the pass trained on."""
+        """Return a function that writes a point, and advantage and KL of kept samples of the pass."""
         request, step = queued.model_pass, model.num_steps
         assert request is not None
         values = {**output.metrics, LOSS_WEIGHT: sum_loss_weights(request)}
-        self._points.grown.add(model.model_id)
+        self._point_limit.changed_groups.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
             # A point for the curves
@@ -102,9 +105,9 @@ class HistoryObserver(ResultObserver):
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows:
-        """Write a point for an optimizer step."""
+        """Return a function that writes a point for an optimizer step."""
         step = model.num_steps
-        self._points.grown.add(model.model_id)
+        self._point_limit.changed_groups.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
             point = Point(
@@ -127,10 +130,13 @@ class HistoryObserver(ResultObserver):
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Add the samples to the sums of their step, and keep them if their group is chosen."""
+        """Return a function that adds the samples to the sums of their step.
+
+        It also stores the samples themselves if `KeptGroups` selects this request.
+        """
         # Skip requests that only score a prompt, and private requests
-        is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
-        if is_scoring or request.is_private is True:
+        only_scores_prompt = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
+        if only_scores_prompt or request.is_private is True:
             return None
         sampled = None if origin.step is None else _sum_samples(origin.step, request, output)
         group, replaced = self._choose_group(queued, request, output, origin, now)
@@ -181,23 +187,25 @@ class HistoryObserver(ResultObserver):
         choice = self._groups.choose(queued.owner, origin, queued.request_id, now)
         if not choice.is_kept:
             return None, []
-        self._samples.grown.add((origin.model_id, queued.owner))
+        self._sample_limit.changed_groups.add((origin.model_id, queued.owner))
         return group, [] if choice.replaced is None else [choice.replaced]
 
 
 def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledStep:
     """Return the sums over the samples of one request."""
-    is_scored = request.params.temperature >= _MIN_TEMPERATURE
+    counts_for_surprise = request.params.temperature >= _MIN_TEMPERATURE
     tokens = sum(sequence.tokens.size for sequence in output.sequences)
-    logprob_sum = sum(float(sequence.logprobs.sum(dtype=np.float64)) for sequence in output.sequences if is_scored)
-    is_scored = is_scored and math.isfinite(logprob_sum)
+    logprob_sum = sum(
+        float(sequence.logprobs.sum(dtype=np.float64)) for sequence in output.sequences if counts_for_surprise
+    )
+    counts_for_surprise = counts_for_surprise and math.isfinite(logprob_sum)
     return SampledStep(
         step=step,
         samples=len(output.sequences),
         cut=sum(sequence.stop_reason == "length" for sequence in output.sequences),
         tokens=tokens,
-        scored_tokens=tokens if is_scored else 0,
-        logprob_sum=logprob_sum if is_scored else 0.0,
+        scored_tokens=tokens if counts_for_surprise else 0,
+        logprob_sum=logprob_sum if counts_for_surprise else 0.0,
     )
 
 
@@ -206,7 +214,7 @@ def sum_loss_weights(request: ModelPass) -> float:
 
     Without weights, each token counts 1. Tokens with advantage 0 do not count. Weights can be
     negative if the client computes the loss (`forward_backward_custom`), so their absolute values
-    are added. A custom loss has no weights, so each datum counts 1.
+    are added. A custom loss that runs on the server has no weights, so each datum counts 1.
     """
     if request.loss == CUSTOM:
         return float(len(request.data))

@@ -1,5 +1,5 @@
 """Compiles the graph of a custom loss, as recorded by `torch.fx`, to operations of the contract.
 
 The server never executes code from the graph. Every function must be listed by its exact name in
-`vocabulary`, and all other functions are refused.
+`torch_functions`, and all other functions are refused.
 """

@@ -183,7 +183,7 @@ class Arguments:
             raise UserError(f"argument {name} must be a tensor, not {_describe_kind(given)}")
         return given
 
-    def get_number(self, name: str) -> Value:
+    def get_float(self, name: str) -> Value:
         """Return a tensor or a number as float32."""
         return self.builder.to_float32(self.get_value(name))
 

@@ -17,7 +17,7 @@ from skyrl_tx.server.submission.loss_graph.arguments import (
     read_argument,
 )
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
-from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
+from skyrl_tx.server.submission.loss_graph.torch_functions import FUNCTIONS, METHODS
 from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
 
 _MAX_INPUTS = 16

@@ -15,102 +15,102 @@ from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 _MAX_EQUATION = 64
 
 
-def square_error(x: Arguments) -> Value:
+def square_error(args: Arguments) -> Value:
     """Translate `mse_loss`."""
-    return _reduce(x, x.builder.emit("square", _subtract(x)))
+    return _reduce(args, args.builder.emit("square", _subtract(args)))
 
 
-def absolute_error(x: Arguments) -> Value:
+def absolute_error(args: Arguments) -> Value:
     """Translate `l1_loss`."""
-    return _reduce(x, x.builder.emit("abs", _subtract(x)))
+    return _reduce(args, args.builder.emit("abs", _subtract(args)))
 
 
-def huber(x: Arguments) -> Value:
+def huber(args: Arguments) -> Value:
     """Translate `huber_loss`."""
-    width = _read_positive(x, "delta")
-    return _reduce(x, _join_quadratic_and_linear(x, width, width))
+    width = _read_positive(args, "delta")
+    return _reduce(args, _join_quadratic_and_linear(args, width, width))
 
 
-def smooth_absolute_error(x: Arguments) -> Value:
+def smooth_absolute_error(args: Arguments) -> Value:
     """Translate `smooth_l1_loss`, which is `huber_loss` divided by the width of the quadratic part."""
-    width = _read_positive(x, "beta")
-    return _reduce(x, _join_quadratic_and_linear(x, width, 1.0))
+    width = _read_positive(args, "beta")
+    return _reduce(args, _join_quadratic_and_linear(args, width, 1.0))
 
 
-def kl_divergence(x: Arguments) -> Value:
+def kl_divergence(args: Arguments) -> Value:
     """Translate `kl_div`."""
-    emit, value, target = x.builder.emit, x.get_number("input"), x.get_number("target")
-    if x.get_flag("log_target"):
-        return _reduce(x, emit("mul", emit("exp", target), emit("sub", target, value)))
+    emit, value, target = args.builder.emit, args.get_float("input"), args.get_float("target")
+    if args.get_flag("log_target"):
+        return _reduce(args, emit("mul", emit("exp", target), emit("sub", target, value)))
 
     # A target of 0 has no entropy. Its logarithm must not be computed, because it has no gradient.
-    is_zero = emit("eq", target, x.builder.add_constant(0.0))
-    safe = emit("where", is_zero, x.builder.add_constant(1.0), target)
-    return _reduce(x, emit("mul", target, emit("sub", emit("log", safe), value)))
+    is_zero = emit("eq", target, args.builder.add_constant(0.0))
+    safe = emit("where", is_zero, args.builder.add_constant(1.0), target)
+    return _reduce(args, emit("mul", target, emit("sub", emit("log", safe), value)))
 
 
-def negative_log_likelihood(x: Arguments) -> Value:
+def negative_log_likelihood(args: Arguments) -> Value:
     """Translate `nll_loss` of log-probabilities [T, K] and classes [T]. Ignored classes do not count."""
-    emit, value, target = x.builder.emit, x.get_number("input"), x.get_number("target")
-    ignored = x.get("ignore_index", -100)
+    emit, value, target = args.builder.emit, args.get_float("input"), args.get_float("target")
+    ignored = args.get("ignore_index", -100)
     if isinstance(ignored, bool) or not isinstance(ignored, int):
         raise UserError("argument ignore_index must be a whole number")
     if len(value.shape) != 2 or target.shape != value.shape[:1]:
         raise UserError(f"takes tensors [T, K] and [T], not {value.text} and {target.text}")
 
     # The log-probability of each class, or 0 if it is ignored
-    picked = _pick(x.builder, value, emit("unsqueeze", target, options=(1,)), 1)
-    counts = emit("ne", target, x.builder.add_constant(ignored))
-    loss = emit("where", counts, emit("neg", emit("squeeze", picked, options=(1,))), x.builder.add_constant(0.0))
-    if x.get("reduction", "mean") != "mean":
-        return _reduce(x, loss)
+    picked = _pick(args.builder, value, emit("unsqueeze", target, options=(1,)), 1)
+    counts = emit("ne", target, args.builder.add_constant(ignored))
+    loss = emit("where", counts, emit("neg", emit("squeeze", picked, options=(1,))), args.builder.add_constant(0.0))
+    if args.get("reduction", "mean") != "mean":
+        return _reduce(args, loss)
     return emit("div", emit("sum", loss, options=(0, 0)), emit("sum", emit("to_float", counts), options=(0, 0)))
 
 
-def gather(x: Arguments) -> Value:
+def gather(args: Arguments) -> Value:
     """Translate `gather` with a fixed number of indices along the axis, for example an index [T, 1]."""
-    value, index = x.get_number("input"), x.get_number("index")
-    axis = x.get_axis("dim", len(value.shape))
+    value, index = args.get_float("input"), args.get_float("index")
+    axis = args.get_axis("dim", len(value.shape))
     others = [(*shape[:axis], *shape[axis + 1 :]) for shape in (value.shape, index.shape)]
     if len(index.shape) != len(value.shape) or others[0] != others[1] or index.shape[axis].symbol != "1":
         raise UserError(
             f"takes a tensor and an index of the same shape, except for a fixed size of the index in dim {axis}, such "
             f"as [T, K], dim 1 and [T, 1], not {value.text}, dim {axis} and {index.text}"
         )
-    return _pick(x.builder, value, index, axis)
+    return _pick(args.builder, value, index, axis)
 
 
-def topk(x: Arguments) -> ListArgument:
+def topk(args: Arguments) -> ListArgument:
     """Translate `topk`. Returns the values and their indices."""
-    value, count = x.get_number("input"), x.get("k")
+    value, count = args.get_float("input"), args.get("k")
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_FIXED:
         raise UserError(f"argument k must be a whole number from 1 to {MAX_FIXED}")
-    axis = x.get_axis("dim", len(value.shape), -1)
+    axis = args.get_axis("dim", len(value.shape), -1)
 
     # The smallest elements are the largest of the negative
-    is_smallest = x.get("largest") is not None and not x.get_flag("largest")
-    value = x.builder.emit("neg", value) if is_smallest else value
-    values, indices = (x.builder.emit(name, value, options=(axis, count)) for name in ("topk", "argtopk"))
-    return ListArgument((x.builder.emit("neg", values) if is_smallest else values, indices))
+    is_smallest = args.get("largest") is not None and not args.get_flag("largest")
+    value = args.builder.emit("neg", value) if is_smallest else value
+    values, indices = (args.builder.emit(name, value, options=(axis, count)) for name in ("topk", "argtopk"))
+    return ListArgument((args.builder.emit("neg", values) if is_smallest else values, indices))
 
 
-def concatenate(x: Arguments) -> Value:
+def concatenate(args: Arguments) -> Value:
     """Translate `cat`."""
-    values = _read_tensors(x)
-    return _join(x.builder, values, x.get_axis("dim", len(values[0].shape), 0))
+    values = _read_tensors(args)
+    return _join(args.builder, values, args.get_axis("dim", len(values[0].shape), 0))
 
 
-def stack(x: Arguments) -> Value:
+def stack(args: Arguments) -> Value:
     """Translate `stack`."""
-    values = _read_tensors(x)
-    axis = x.get_axis("dim", len(values[0].shape) + 1, 0)
+    values = _read_tensors(args)
+    axis = args.get_axis("dim", len(values[0].shape) + 1, 0)
     if len({value.shape for value in values}) > 1:
         raise UserError(f"takes tensors of one shape, not {', '.join(value.text for value in values)}")
-    return _join(x.builder, [x.builder.emit("unsqueeze", value, options=(axis,)) for value in values], axis)
+    return _join(args.builder, [args.builder.emit("unsqueeze", value, options=(axis,)) for value in values], axis)
 
 
-def _read_tensors(x: Arguments) -> list[Value]:
-    given = x.get("tensors")
+def _read_tensors(args: Arguments) -> list[Value]:
+    given = args.get("tensors")
     values = [value for value in given.items if isinstance(value, Value)] if isinstance(given, ListArgument) else []
     if not values or not isinstance(given, ListArgument) or len(values) < len(given.items):
         raise UserError("argument tensors must be a list of tensors")
@@ -126,30 +126,30 @@ def _join(builder: Builder, values: Sequence[Value], axis: int) -> Value:
     return builder.emit("concat", *values, options=(axis,))
 
 
-def truncate(x: Arguments) -> Value:
+def truncate(args: Arguments) -> Value:
     """Translate a conversion to whole numbers, which have no gradient."""
-    emit, value = x.builder.emit, x.get_number("input")
+    emit, value = args.builder.emit, args.get_float("input")
     whole = emit("mul", emit("sign", value), emit("floor", emit("abs", value)))
     return emit("stop_gradient", whole)
 
 
-def matmul(x: Arguments) -> Value:
+def matmul(args: Arguments) -> Value:
     """Translate `@` of vectors and matrices."""
-    operands = [x.get_number("input"), x.get_number("other")]
+    operands = [args.get_float("input"), args.get_float("other")]
     ranks = len(operands[0].shape), len(operands[1].shape)
     equation = {(1, 1): "k,k->", (2, 1): "tk,k->t", (1, 2): "t,tk->k", (2, 2): "ab,bc->ac"}.get(ranks)
     if equation is None:
         raise UserError(f"takes tensors of one or two dimensions, not {operands[0].text} and {operands[1].text}")
-    return _contract(x.builder, operands, equation)
+    return _contract(args.builder, operands, equation)
 
 
-def einsum(x: Arguments) -> Value:
+def einsum(args: Arguments) -> Value:
     """Translate `einsum`. The axes of all operands must be in the same order."""
-    names = [name for name in ("first", "second", "third", "fourth") if x.get(name) is not None]
-    equation = x.get("equation")
+    names = [name for name in ("first", "second", "third", "fourth") if args.get(name) is not None]
+    equation = args.get("equation")
     if not isinstance(equation, str) or len(equation) > _MAX_EQUATION:
         raise UserError(f"argument equation must be a text of at most {_MAX_EQUATION} characters")
-    return _contract(x.builder, [x.get_number(name) for name in names], equation.replace(" ", ""))
+    return _contract(args.builder, [args.get_float(name) for name in names], equation.replace(" ", ""))
 
 
 def _contract(builder: Builder, operands: Sequence[Value], equation: str) -> Value:
@@ -211,40 +211,40 @@ def _pick(builder: Builder, value: Value, index: Value, axis: int) -> Value:
     return emit("add", picked, emit("div", zero, num_picked))
 
 
-def _subtract(x: Arguments) -> Value:
-    if x.get("weight") is not None:
+def _subtract(args: Arguments) -> Value:
+    if args.get("weight") is not None:
         raise UserError("argument weight is not supported")
-    return x.builder.emit("sub", x.get_number("input"), x.get_number("target"))
+    return args.builder.emit("sub", args.get_float("input"), args.get_float("target"))
 
 
-def _read_positive(x: Arguments, name: str) -> float:
-    given = x.get(name, 1.0)
+def _read_positive(args: Arguments, name: str) -> float:
+    given = args.get(name, 1.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_EXACT:
         raise UserError(f"argument {name} must be a number above 0")
     return float(given)
 
 
-def _join_quadratic_and_linear(x: Arguments, width: float, slope: float) -> Value:
+def _join_quadratic_and_linear(args: Arguments, width: float, slope: float) -> Value:
     """Return a loss that is quadratic up to an error of `width`, and then linear with `slope`."""
-    emit, constant = x.builder.emit, x.builder.add_constant
-    error = emit("abs", _subtract(x))
+    emit, constant = args.builder.emit, args.builder.add_constant
+    error = emit("abs", _subtract(args))
     quadratic = emit("mul", emit("square", error), constant(0.5 * slope / width))
     linear = emit("mul", emit("sub", error, constant(0.5 * width)), constant(slope))
     return emit("where", emit("lt", error, constant(width)), quadratic, linear)
 
 
-def _reduce(x: Arguments, value: Value) -> Value:
+def _reduce(args: Arguments, value: Value) -> Value:
     """Apply the argument `reduction` of a loss."""
     for name in ("weight", "size_average", "reduce"):
-        x.check_allowed(name, None)
+        args.check_allowed(name, None)
     axes = tuple(range(len(value.shape)))
-    match x.get("reduction", "mean"):
+    match args.get("reduction", "mean"):
         case "none":
             return value
         case "sum" | "mean" as name:
-            return x.builder.emit(name, value, options=(0, *axes)) if axes else value
+            return args.builder.emit(name, value, options=(0, *axes)) if axes else value
         case "batchmean" if axes:
-            total = x.builder.emit("sum", value, options=(0, *axes))
-            return x.builder.emit("div", total, x.builder.emit("size", value, options=(0,)))
+            total = args.builder.emit("sum", value, options=(0, *axes))
+            return args.builder.emit("div", total, args.builder.emit("size", value, options=(0,)))
         case _:
             raise UserError("argument reduction must be 'none', 'sum' or 'mean', or 'batchmean' for kl_div")

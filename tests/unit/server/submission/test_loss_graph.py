@@ -233,7 +233,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ([call("e", "operator.getitem", REF, {"slice": [5, 5, None]})], "a slice must have at least one element"),
         (
             [call("e", "operator.getitem", REF, {"slice": [-3, 5, None]})],
-            "that starts at a negative number must end at one",
+            "that starts at a negative index must end at a negative index",
         ),
         ([call("e", "operator.getitem", REF, {"slice": [None, 65, None]})], "shape [65] has more than 64 elements"),
         (

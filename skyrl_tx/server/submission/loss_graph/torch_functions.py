@@ -1,8 +1,8 @@
 """The functions and methods of torch that a custom loss may use.
 
-Each one is translated to operations of the contract. Where torch and numpy disagree on a
-derivative, the operations follow torch. For example, a clamp passes the gradient at its bounds, and
-a relu does not at 0.
+Each one is translated to operations of `skyrl_tx.contract.custom_loss`. Derivatives at points where
+a function has none are torch's: for example, a clamp passes the gradient at its bounds, and a relu
+passes none at 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,215 +35,219 @@ class Entry:
 
 
 def _unary(operation: str) -> _Function:
-    return lambda x: x.builder.emit(operation, x.get_number("input"))
+    return lambda args: args.builder.emit(operation, args.get_float("input"))
 
 
 def _binary(operation: str) -> _Function:
-    return lambda x: x.builder.emit(operation, x.get_number("input"), x.get_number("other"))
+    return lambda args: args.builder.emit(operation, args.get_float("input"), args.get_float("other"))
 
 
 def _logical(operation: str) -> _Function:
-    return lambda x: x.builder.emit(
-        operation, x.builder.to_bool(x.get_value("input")), x.builder.to_bool(x.get_value("other"))
+    return lambda args: args.builder.emit(
+        operation, args.builder.to_bool(args.get_value("input")), args.builder.to_bool(args.get_value("other"))
     )
 
 
 def _bitwise(operation: str) -> _Function:
-    def function(x: Arguments) -> Value:
-        values = [x.get_value("input"), x.get_value("other")]
+    def function(args: Arguments) -> Value:
+        values = [args.get_value("input"), args.get_value("other")]
         if not all(value.is_bool for value in values):
             raise UserError("`&`, `|` and `^` need bool tensors, such as comparisons and x.bool()")
-        return x.builder.emit(operation, *values)
+        return args.builder.emit(operation, *values)
 
     return function
 
 
-def _invert(x: Arguments) -> Value:
-    if not (value := x.get_tensor("input")).is_bool:
+def _invert(args: Arguments) -> Value:
+    if not (value := args.get_tensor("input")).is_bool:
         raise UserError("`~` needs a bool tensor, such as a comparison or x.bool()")
-    return x.builder.emit("logical_not", value)
+    return args.builder.emit("logical_not", value)
 
 
-def _div(x: Arguments) -> Value:
-    x.check_allowed("rounding_mode", None)
-    return x.builder.emit("div", x.get_number("input"), x.get_number("other"))
+def _div(args: Arguments) -> Value:
+    args.check_allowed("rounding_mode", None)
+    return args.builder.emit("div", args.get_float("input"), args.get_float("other"))
 
 
-def _pow(x: Arguments) -> Value:
-    base, exponent = x.get_number("input"), x.get_number("exponent")
+def _pow(args: Arguments) -> Value:
+    base, exponent = args.get_float("input"), args.get_float("exponent")
     if exponent.constant == 1.0:
         return base
     simple = {2.0: "square", 0.5: "sqrt", -1.0: "reciprocal"}.get(exponent.constant or 0.0)
-    return x.builder.emit("pow", base, exponent) if simple is None else x.builder.emit(simple, base)
+    return args.builder.emit("pow", base, exponent) if simple is None else args.builder.emit(simple, base)
 
 
-def _clamp(x: Arguments) -> Value:
-    value, low, high = x.get_number("input"), x.get("min"), x.get("max")
+def _clamp(args: Arguments) -> Value:
+    value, low, high = args.get_float("input"), args.get("min"), args.get("max")
     if low is None and high is None:
         raise UserError("one of the arguments min and max is needed")
     for name, outside in (("min", "lt"), ("max", "gt")):
-        if x.get(name) is not None:
-            bound = x.get_number(name)
-            value = x.builder.emit("where", x.builder.emit(outside, value, bound), bound, value)
+        if args.get(name) is not None:
+            bound = args.get_float(name)
+            value = args.builder.emit("where", args.builder.emit(outside, value, bound), bound, value)
     return value
 
 
-def _relu(x: Arguments) -> Value:
-    x.check_allowed("inplace", False)
-    value, zero = x.get_number("input"), x.builder.add_constant(0.0)
-    return x.builder.emit("where", x.builder.emit("le", value, zero), zero, value)
+def _relu(args: Arguments) -> Value:
+    args.check_allowed("inplace", False)
+    value, zero = args.get_float("input"), args.builder.add_constant(0.0)
+    return args.builder.emit("where", args.builder.emit("le", value, zero), zero, value)
 
 
-def _softplus(x: Arguments) -> Value:
-    x.check_allowed("beta", 1, 1.0)
-    x.check_allowed("threshold", 20, 20.0)
-    return x.builder.emit("softplus", x.get_number("input"))
+def _softplus(args: Arguments) -> Value:
+    args.check_allowed("beta", 1, 1.0)
+    args.check_allowed("threshold", 20, 20.0)
+    return args.builder.emit("softplus", args.get_float("input"))
 
 
-def _log_sigmoid(x: Arguments) -> Value:
-    emit = x.builder.emit
-    return emit("neg", emit("softplus", emit("neg", x.get_number("input"))))
+def _log_sigmoid(args: Arguments) -> Value:
+    emit = args.builder.emit
+    return emit("neg", emit("softplus", emit("neg", args.get_float("input"))))
 
 
-def _where(x: Arguments) -> Value:
-    if not (condition := x.get_tensor("condition")).is_bool:
+def _where(args: Arguments) -> Value:
+    if not (condition := args.get_tensor("condition")).is_bool:
         raise UserError("argument condition must be a bool tensor, such as a comparison or x.bool()")
-    return x.builder.emit("where", condition, x.get_number("input"), x.get_number("other"))
+    return args.builder.emit("where", condition, args.get_float("input"), args.get_float("other"))
 
 
-def _fill_where(x: Arguments) -> Value:
-    if not (mask := x.get_tensor("mask")).is_bool:
+def _fill_where(args: Arguments) -> Value:
+    if not (mask := args.get_tensor("mask")).is_bool:
         raise UserError("argument mask must be a bool tensor, such as a comparison or x.bool()")
-    return x.builder.emit("where", mask, x.get_number("value"), x.get_number("input"))
+    return args.builder.emit("where", mask, args.get_float("value"), args.get_float("input"))
 
 
 def _reduction(operation: str) -> _Function:
-    def function(x: Arguments) -> Value:
-        x.check_float32("dtype")
-        return _reduce(x, operation, x.get_number("input"), x.get_flag("keepdim"))
+    def function(args: Arguments) -> Value:
+        args.check_float32("dtype")
+        return _reduce(args, operation, args.get_float("input"), args.get_flag("keepdim"))
 
     return function
 
 
-def _reduce(x: Arguments, operation: str, value: Value, keeps: bool) -> Value:
-    return x.builder.emit(operation, value, options=(int(keeps), *x.get_axes("dim", len(value.shape))))
+def _reduce(args: Arguments, operation: str, value: Value, keeps: bool) -> Value:
+    return args.builder.emit(operation, value, options=(int(keeps), *args.get_axes("dim", len(value.shape))))
 
 
 def _extreme(reduction: str, binary: str) -> _Function:
-    def function(x: Arguments) -> Value:
-        other = x.get("other")
+    def function(args: Arguments) -> Value:
+        other = args.get("other")
         if isinstance(other, Value):
-            return x.builder.emit(binary, x.get_number("input"), x.builder.to_float32(other))
+            return args.builder.emit(binary, args.get_float("input"), args.builder.to_float32(other))
         if other is not None:
             raise UserError(
                 f"max and min over a dimension, which also return indices, are not supported; use {reduction}"
             )
-        return _reduce(x, reduction, x.get_number("input"), keeps=False)
+        return _reduce(args, reduction, args.get_float("input"), keeps=False)
 
     return function
 
 
-def _variance(x: Arguments) -> Value:
-    emit, value = x.builder.emit, x.get_number("input")
-    x.check_allowed("correction", 1, 0)
-    correction = x.get("correction", 1) if x.get("unbiased") is None else x.get_flag("unbiased")
-    axes = x.get_axes("dim", len(value.shape))
+def _variance(args: Arguments) -> Value:
+    emit, value = args.builder.emit, args.get_float("input")
+    args.check_allowed("correction", 1, 0)
+    correction = args.get("correction", 1) if args.get("unbiased") is None else args.get_flag("unbiased")
+    axes = args.get_axes("dim", len(value.shape))
 
     distance = emit("sub", value, emit("mean", value, options=(1, *axes)))
-    total = emit("sum", emit("square", distance), options=(int(x.get_flag("keepdim")), *axes))
-    count = x.builder.add_constant(1.0)
+    total = emit("sum", emit("square", distance), options=(int(args.get_flag("keepdim")), *axes))
+    count = args.builder.add_constant(1.0)
     for axis in axes:
         count = emit("mul", count, emit("size", value, options=(axis,)))
-    return emit("div", total, emit("sub", count, x.builder.add_constant(1.0 if correction else 0.0)))
+    return emit("div", total, emit("sub", count, args.builder.add_constant(1.0 if correction else 0.0)))
 
 
-def _deviation(x: Arguments) -> Value:
-    return x.builder.emit("sqrt", _variance(x))
+def _deviation(args: Arguments) -> Value:
+    return args.builder.emit("sqrt", _variance(args))
 
 
-def _log_softmax(x: Arguments) -> Value:
-    x.check_float32("dtype")
-    value = x.get_number("input")
-    axis = x.get_axis("dim", len(value.shape))
-    return x.builder.emit("sub", value, x.builder.emit("logsumexp", value, options=(1, axis)))
+def _log_softmax(args: Arguments) -> Value:
+    args.check_float32("dtype")
+    value = args.get_float("input")
+    axis = args.get_axis("dim", len(value.shape))
+    return args.builder.emit("sub", value, args.builder.emit("logsumexp", value, options=(1, axis)))
 
 
-def _softmax(x: Arguments) -> Value:
-    return x.builder.emit("exp", _log_softmax(x))
+def _softmax(args: Arguments) -> Value:
+    return args.builder.emit("exp", _log_softmax(args))
 
 
-def _cumsum(x: Arguments) -> Value:
-    x.check_float32("dtype")
-    value = x.get_number("input")
-    return x.builder.emit("cumsum", value, options=(x.get_axis("dim", len(value.shape)),))
+def _cumsum(args: Arguments) -> Value:
+    args.check_float32("dtype")
+    value = args.get_float("input")
+    return args.builder.emit("cumsum", value, options=(args.get_axis("dim", len(value.shape)),))
 
 
-def _dot(x: Arguments) -> Value:
-    product = x.builder.emit("mul", x.get_number("input"), x.get_number("other"))
+def _dot(args: Arguments) -> Value:
+    product = args.builder.emit("mul", args.get_float("input"), args.get_float("other"))
     if len(product.shape) != 1:
         raise UserError(f"takes two tensors [T], not {product.text}")
-    return x.builder.emit("sum", product, options=(0, 0))
+    return args.builder.emit("sum", product, options=(0, 0))
 
 
 def _full(number: float) -> _Function:
-    def function(x: Arguments) -> Value:
-        x.check_float32("dtype")
-        return x.builder.emit("broadcast", x.builder.add_constant(number), x.get_tensor("input"))
+    def function(args: Arguments) -> Value:
+        args.check_float32("dtype")
+        return args.builder.emit("broadcast", args.builder.add_constant(number), args.get_tensor("input"))
 
     return function
 
 
-def _full_like(x: Arguments) -> Value:
-    x.check_float32("dtype")
-    return x.builder.emit("broadcast", x.get_number("fill_value"), x.get_tensor("input"))
+def _full_like(args: Arguments) -> Value:
+    args.check_float32("dtype")
+    return args.builder.emit("broadcast", args.get_float("fill_value"), args.get_tensor("input"))
 
 
-def _same(x: Arguments) -> Value:
-    return x.get_tensor("input")
+def _same(args: Arguments) -> Value:
+    return args.get_tensor("input")
 
 
-def _to(x: Arguments) -> Value:
-    match x.get("dtype"):
+def _to(args: Arguments) -> Value:
+    match args.get("dtype"):
         case DtypeArgument("float32"):
-            return x.get_number("input")
+            return args.get_float("input")
         case DtypeArgument("bool"):
-            return x.builder.to_bool(x.get_tensor("input"))
+            return args.builder.to_bool(args.get_tensor("input"))
         case DtypeArgument("int64" | "int32"):
-            return composed.truncate(x)
+            return composed.truncate(args)
         case _:
             raise UserError("only the dtypes torch.float32 and torch.bool are supported, and torch.int64 for indices")
 
 
-def _unsqueeze(x: Arguments) -> Value:
-    value = x.get_tensor("input")
-    return x.builder.emit("unsqueeze", value, options=(x.get_axis("dim", len(value.shape) + 1),))
+def _unsqueeze(args: Arguments) -> Value:
+    value = args.get_tensor("input")
+    return args.builder.emit("unsqueeze", value, options=(args.get_axis("dim", len(value.shape) + 1),))
 
 
-def _squeeze(x: Arguments) -> Value:
-    value = x.get_tensor("input")
-    axis = x.get_axis("dim", len(value.shape))
+def _squeeze(args: Arguments) -> Value:
+    value = args.get_tensor("input")
+    axis = args.get_axis("dim", len(value.shape))
     if value.shape[axis] != ONE:
         raise UserError(f"dimension {axis} of {value.text} is not of size 1 for every datum")
-    return x.builder.emit("squeeze", value, options=(axis,))
+    return args.builder.emit("squeeze", value, options=(axis,))
 
 
-def _size(x: Arguments) -> Argument:
-    value = x.get_tensor("input")
-    return ShapeArgument(value) if x.get("dim") is None else emit_size(x, value, x.get_axis("dim", len(value.shape)))
+def _size(args: Arguments) -> Argument:
+    value = args.get_tensor("input")
+    return (
+        ShapeArgument(value)
+        if args.get("dim") is None
+        else emit_size(args, value, args.get_axis("dim", len(value.shape)))
+    )
 
 
-def _numel(x: Arguments) -> Value:
-    value, count = x.get_tensor("input"), x.builder.add_constant(1.0)
+def _numel(args: Arguments) -> Value:
+    value, count = args.get_tensor("input"), args.builder.add_constant(1.0)
     for axis in range(len(value.shape)):
-        count = x.builder.emit("mul", count, emit_size(x, value, axis))
+        count = args.builder.emit("mul", count, emit_size(args, value, axis))
     return count
 
 
-def _attribute(x: Arguments) -> Argument:
-    name, pair = x.get("name"), x.get("input")
+def _attribute(args: Arguments) -> Argument:
+    name, pair = args.get("name"), args.get("input")
     if isinstance(pair, ListArgument) and name in ("values", "indices") and len(pair.items) == 2:
-        return pair.items[name == "indices"]  # of the result of topk
-    value = x.get_tensor("input")
+        return pair.items[name == "indices"]  # `topk` returns values and indices
+    value = args.get_tensor("input")
     if name == "shape":
         return ShapeArgument(value)
     if name == "ndim":
@@ -251,25 +255,28 @@ def _attribute(x: Arguments) -> Argument:
     raise UserError("the supported attributes of a tensor are shape and ndim")
 
 
-def _item(x: Arguments) -> Argument:
-    source, index = x.get("input"), x.get("index")
+def _item(args: Arguments) -> Argument:
+    source, index = args.get("input"), args.get("index")
     if isinstance(source, ShapeArgument | ListArgument):
         count = len(source.value.shape) if isinstance(source, ShapeArgument) else len(source.items)
         if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
             raise UserError(f"a shape or a list of {count} values takes one whole number as index")
-        return emit_size(x, source.value, index % count) if isinstance(source, ShapeArgument) else source.items[index]
-    return _index(x.builder, x.get_tensor("input"), index)
+        return (
+            emit_size(args, source.value, index % count) if isinstance(source, ShapeArgument) else source.items[index]
+        )
+    return _index(args.builder, args.get_tensor("input"), index)
 
 
-def emit_size(x: Arguments, value: Value, axis: int) -> Value:
+def emit_size(args: Arguments, value: Value, axis: int) -> Value:
     """Return the size of a dimension as a scalar."""
-    return x.builder.emit("size", value, options=(axis,))
+    return args.builder.emit("size", value, options=(axis,))
 
 
 def _index(builder: Builder, value: Value, index: Argument) -> Value:
     """Return `value[index]`.
 
-    Raises UserError if the shape of the result would depend on numbers or on the length of a datum.
+    Raises UserError if the shape of the result would depend on the values of a tensor or on the
+    length of a datum.
     """
     parts = index.items if isinstance(index, ListArgument) else (index,)
     num_indices = sum(1 for part in parts if part is not None and part is not Ellipsis)
@@ -279,7 +286,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
     axis = 0
     for position, part in enumerate(parts):
         if part is Ellipsis:
-            # Skip dimensions, until there are as many as the remaining indices need.
+            # `...` stands for all dimensions that the indices after it do not need.
             axis = len(value.shape) - sum(1 for rest in parts[position + 1 :] if rest is not None)
         elif part is None:
             value = builder.emit("unsqueeze", value, options=(axis,))
@@ -301,12 +308,15 @@ def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Va
         raise UserError("slices with a step are not supported")
     start, stop = (_check_bound(part.start) or 0), _check_bound(part.stop)
     dim = value.shape[axis]
+
+    # A dimension of constant size is stored as 1 - cut.
     if dim.symbol == "1" and dim != ONE:
         size = 1 - dim.cut
         start, stop, _ = slice(start, stop).indices(size)
         return value if (start, stop) == (0, size) else builder.emit("slice", value, options=(axis, start, size - stop))
 
-    # From the start to the end, both counted from the same side or not
+    # Other dimensions depend on the datum. If both bounds count from the same side, the slice has a
+    # fixed length.
     if (start < 0) == (stop is None or stop < 0):
         count = (stop or 0) - start
         if count <= 0:
@@ -314,7 +324,7 @@ def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Va
         _check_axis(value, axis)
         return builder.emit("window", value, options=(axis, start, count))
     if start < 0:
-        raise UserError("a slice that starts at a negative number must end at one, or at the end")
+        raise UserError("a slice that starts at a negative index must end at a negative index or at the end")
     if (start, stop) == (0, None):
         return value
     _check_axis(value, axis)
@@ -354,7 +364,9 @@ _SHARED: Mapping[str, Entry] = {
     **{name: Entry("input", _unary(operation)) for name, operation in _UNARY.items()},
     **{name: Entry("input other", _binary(operation)) for name, operation in _BINARY.items()},
     **{name: Entry("input other", _logical(name)) for name in ("logical_and", "logical_or", "logical_xor")},
-    "logical_not": Entry("input", lambda x: x.builder.emit("logical_not", x.builder.to_bool(x.get_tensor("input")))),
+    "logical_not": Entry(
+        "input", lambda args: args.builder.emit("logical_not", args.builder.to_bool(args.get_tensor("input")))
+    ),
     "div": Entry("input other rounding_mode?", _div),
     "divide": Entry("input other rounding_mode?", _div),
     "true_divide": Entry("input other rounding_mode?", _div),
@@ -381,7 +393,7 @@ _SHARED: Mapping[str, Entry] = {
     "gather": Entry("input dim index", composed.gather),
     "topk": Entry("input k dim? largest? sorted?", composed.topk),
     "clone": Entry("input", _same),
-    "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.get_tensor("input"))),
+    "detach": Entry("input", lambda args: args.builder.emit("stop_gradient", args.get_tensor("input"))),
     "unsqueeze": Entry("input dim", _unsqueeze),
     "squeeze": Entry("input dim", _squeeze),
     "numel": Entry("input", _numel),
@@ -389,15 +401,15 @@ _SHARED: Mapping[str, Entry] = {
 """Functions `torch.<name>` that also exist as methods of a tensor."""
 
 _METHODS_ONLY: Mapping[str, Entry] = {
-    "float": Entry("input", lambda x: x.get_number("input")),
-    "bool": Entry("input", lambda x: x.builder.to_bool(x.get_tensor("input"))),
+    "float": Entry("input", lambda args: args.get_float("input")),
+    "bool": Entry("input", lambda args: args.builder.to_bool(args.get_tensor("input"))),
     "long": Entry("input", composed.truncate),
     "int": Entry("input", composed.truncate),
     "to": Entry("input dtype", _to),
     "type": Entry("input dtype", _to),
     "contiguous": Entry("input", _same),
     "size": Entry("input dim?", _size),
-    "dim": Entry("input", lambda x: len(x.get_tensor("input").shape)),
+    "dim": Entry("input", lambda args: len(args.get_tensor("input").shape)),
     "where": Entry("input condition other", _where),
 }
 _LOSS = "input target size_average? reduce? reduction?"
