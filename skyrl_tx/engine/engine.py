@@ -82,8 +82,8 @@ class Engine:
 
         Args:
             stop: Event that ends the engine.
-            on_ready: Called when the backend has started and lost samplers are recreated. These
-                are samplers whose files the previous engine had not written yet.
+            on_ready: Called when the backend has started and all sampler weights exist. Those
+                whose files the previous engine had not written yet are computed again.
             on_stuck: Called on another thread with the reason when a backend call exceeds its time
                 limit, for example `--step-timeout-s`.
 
@@ -106,8 +106,8 @@ class Engine:
         membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the thread that writes files, and a thread that decrements the attempt counts of running
-        # requests on a stop, so that only crashes count. Many attempts mark a request that may cause crashes.
+        # Start the thread that writes files, and the thread that counts attempts down. Many attempts mark
+        # a request that may cause crashes, so a stop decrements the counts of the running requests.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -297,7 +297,7 @@ class _Loop:
         balancer = membership.SampleBalancer(context, self.sampling)
         self._membership = membership.Membership(context, self._schedule, balancer)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
-        self._num_slices_left = 0  # including the slice right after a micro-batch
+        self._num_slices_left = 0  # decode slices to run before the next micro-batch
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def run_turn(self) -> bool:
@@ -329,7 +329,8 @@ class _Loop:
         context, housekeeping, now = self._context, self._housekeeping, time.time()
         self._housekeeping_at = time.monotonic() + context.settings.housekeeping_interval_s
 
-        # Evict models of closed sessions from the device, drop their queues, and fail their samples.
+        # Evict idle models from the device, for example models of closed sessions. Forget their
+        # queues, and fail samples that nobody waits for.
         housekeeping.evict_idle_models(self._schedule.is_waiting, now)
         housekeeping.forget_idle_models(self._schedule)
         housekeeping.fail_orphaned_samples(now)
@@ -458,7 +459,7 @@ class _Loop:
         self._context.request_log.wait_for_commits()
 
     def _run_device(self) -> bool:
-        """Run one decode slice, and before it a micro-batch unless slices are left in its turn."""
+        """Run a micro-batch if no decode slices must run before it, and then a decode slice."""
         self._num_slices_left -= 1
         has_trained = (self._num_slices_left < 1 or not self.sampling.num_running) and self._train()
         return self.sampling.run_slice() or has_trained

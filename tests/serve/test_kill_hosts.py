@@ -55,7 +55,7 @@ def train_and_kill(directory: Path, *flags: str, num_devices: int = 1) -> list[f
 
         found = train(zero.url, kill_one_after_the_other)
         zero.wait_for(JOINED, times=3, within_s=300)
-        assert "host 1 has ended" in zero.log and "host 0 has ended" in one.log
+        assert "host 1 has ended" in zero.log and "rank 0 has ended" in one.log
         return found
 
 

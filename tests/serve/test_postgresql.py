@@ -37,11 +37,11 @@ def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: 
     training = tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=seed).result()
     seen: list[float] = []
     for step in range(NUM_STEPS):
-        passed = training.forward_backward([datum(seed), datum(seed + step)], "cross_entropy")
-        stepped = training.optim_step(types.AdamParams(learning_rate=0.05))
+        pass_future = training.forward_backward([datum(seed), datum(seed + step)], "cross_entropy")
+        step_future = training.optim_step(types.AdamParams(learning_rate=0.05))
         after_step(step)
-        stepped.result()
-        seen.append(passed.result().metrics["loss:sum"])
+        step_future.result()
+        seen.append(pass_future.result().metrics["loss:sum"])
 
     sampler = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
@@ -64,9 +64,9 @@ def in_background(work: Callable[[], list[float]]) -> Future[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def calm_numbers(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+def reference_results(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """The numbers of two undisturbed runs on SQLite."""
-    with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
+    with LiveServer(tmp_path_factory.mktemp("reference"), flags=FAKE) as server:
         return [train(server.url, seed) for seed in (1, 2)]
 
 
@@ -82,15 +82,18 @@ def check_shared_data(first: LiveServer, second: LiveServer) -> None:
     assert sent[0] == sent[1]
     answers = [call(url, "retrieve_future", request_id=sent[0]["request_id"]) for url in (second.url, first.url)]
     assert answers[0] == answers[1] and answers[0]["model_id"] == sent[0]["model_id"]
-    zero = httpx.post(f"{first.url}/api/v1/create_session", json={"tags": [], "sdk_version": "\0"})
-    assert zero.status_code == 400 and "U+0000" in zero.json()["detail"]
+
+    # PostgreSQL cannot store the NUL character in a text, so the API must refuse it.
+    with_nul = httpx.post(f"{first.url}/api/v1/create_session", json={"tags": [], "sdk_version": "\0"})
+    assert with_nul.status_code == 400 and "U+0000" in with_nul.json()["detail"]
+
     listed = [httpx.get(f"{url}/api/v1/training_runs").json() for url in (first.url, second.url)]
     assert listed[0] == listed[1] and len(listed[0]["training_runs"]) == 3
 
 
 @pytest.mark.slow
 def test_two_apis_with_an_engine_that_is_killed(
-    tmp_path: Path, postgresql_url: str, calm_numbers: list[list[float]]
+    tmp_path: Path, postgresql_url: str, reference_results: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
     with (
@@ -103,7 +106,7 @@ def test_two_apis_with_an_engine_that_is_killed(
                 os.kill(server.engine_pid, signal.SIGKILL)
 
         runs = [in_background(lambda: train(server.url, 1, kill_once)), in_background(lambda: train(second.url, 2))]
-        assert [run.result(60) for run in runs] == calm_numbers
+        assert [run.result(60) for run in runs] == reference_results
         server.wait_for(ENGINE_STARTED, times=2)
         check_shared_data(server, second)
         with pytest.raises(ServerFailed, match="an engine is already running on this database"):
@@ -116,7 +119,7 @@ def test_two_apis_with_an_engine_that_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_database_outage_pauses_the_server(tmp_path: Path, calm_numbers: list[list[float]]) -> None:
+def test_database_outage_pauses_the_server(tmp_path: Path, reference_results: list[list[float]]) -> None:
     with PostgresqlServer() as database:
         flags = (*FAKE, "--database-url", database.new_database())
         with LiveServer(tmp_path, flags=flags) as server:
@@ -129,7 +132,7 @@ def test_database_outage_pauses_the_server(tmp_path: Path, calm_numbers: list[li
             unwell = api.get("healthz")
             assert unwell.status_code == 503, server.log
             failed = "the database is not available; see the server's log"
-            assert failed in unwell.json()["detail"], "callers without a key do not learn the address"
+            assert failed in unwell.json()["detail"], "the address of the database is not shown to clients"
 
             waiting = api.post("retrieve_future", json={"request_id": "any"})
             assert waiting.status_code == 408
@@ -140,7 +143,7 @@ def test_database_outage_pauses_the_server(tmp_path: Path, calm_numbers: list[li
             server.wait_for(WAITS_FOR_DATABASE)
             assert not run.done()
             database.start()
-            assert run.result(60) == calm_numbers[0]
+            assert run.result(60) == reference_results[0]
             server.wait_for(ENGINE_STARTED, times=2)
             assert api.get("healthz").json() == {"status": "ok"}
             api.close()

@@ -1,7 +1,7 @@
 """Run the backend on the ranks other than 0.
 
-Each of these ranks makes the calls of rank 0 on its backend, in the same order. It answers each
-call with hashes of the result.
+Each of these ranks repeats the backend calls of rank 0 on its own backend, in the same order. It
+answers each call with hashes of the result.
 """
 
 import logging
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Make the calls of rank 0 on the backend of this host.
+    """Repeat the backend calls of rank 0 on the backend of this host.
 
-    One thread receives frames, and the thread of `run` makes the calls. So the end of rank 0 is
-    noticed even if a call never returns.
+    One thread receives frames, and the thread of `run` makes the calls. So this host notices that
+    rank 0 has ended even if a call never returns.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Follower:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._frames: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_FRAMES)
-        self._has_ended = threading.Event()
+        self._is_done = threading.Event()
         self._passes: dict[int, Pass] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._files: dict[int, tempfile.TemporaryDirectory[str]] = {}
@@ -74,7 +74,7 @@ class Follower:
         try:
             self._follow()
         finally:
-            self._has_ended.set()
+            self._is_done.set()
             for handle in list(self._files):
                 self._forget(handle)
 
@@ -87,7 +87,7 @@ class Follower:
             try:
                 self._connection.send_bytes(calls.encode(reply))
             except OSError as error:
-                raise LeaderLost(f"host 0 has ended: {error.strerror or error}") from error
+                raise LeaderLost(f"rank 0 has ended: {error.strerror or error}") from error
             if calls.get_call_name(frame.call) == "close":
                 return
 
@@ -100,14 +100,14 @@ class Follower:
             self._frames.put(data)
         with suppress(queue.Full):
             self._frames.put(None, timeout=_SHUTDOWN_GRACE_S)
-        if not self._has_ended.wait(_SHUTDOWN_GRACE_S):
-            self._on_lost("host 0 has ended, but a call of this host does not return")
+        if not self._is_done.wait(_SHUTDOWN_GRACE_S):
+            self._on_lost("rank 0 has ended, but a call of this host does not return")
 
     def _get_frame(self) -> bytes:
         data = self._frames.get()
         if data is None:
-            self._has_ended.set()
-            raise LeaderLost("host 0 has ended")
+            self._is_done.set()
+            raise LeaderLost("rank 0 has ended")
         return data
 
     def _make_reply(self, frame: Frame) -> calls.HostReply:
@@ -121,7 +121,7 @@ class Follower:
     def _make_call(self, number: int, call: BackendCall, files: Path | None) -> object:
         """Make a call and return its result.
 
-        A pass or a snapshot is kept by its number, and None is returned.
+        A `Pass` or a `Snapshot` is stored under the number of the frame, and None is returned.
         """
         name = calls.get_call_name(call)
         arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}

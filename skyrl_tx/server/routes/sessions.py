@@ -43,16 +43,17 @@ The SDK sends a heartbeat every 10 s.
 
 
 def _describe_new_session(call: ApiCall, request: Request, session_id: SessionId) -> Iterator[str]:
-    """Yield what the features of this server say about a new session.
+    """Yield the lines of text about a new session that extensions have for the client.
 
-    If a feature fails, its error is only logged: the client can use the session without its text.
+    If an extension fails, its error is only logged: the client can use the session without its text.
     """
-    for name, extension in reversed([*call.context.extensions.items()]):  # the address of the console comes first
+    # The console is the last extension, and its line, the address of the session's page, comes first.
+    for name, extension in reversed([*call.context.extensions.items()]):
         if extension.describe_session is None:
             continue
         try:
             line = extension.describe_session(call, request, session_id)
-        except Exception:  # a feature may raise anything
+        except Exception:  # an extension may raise anything
             _log.exception("%s cannot describe session %s", name, session_id)
         else:
             if line is not None:
@@ -90,14 +91,14 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     call.add_stored(len(call.body.raw))
     created = call.store.write(work)
 
-    # Tell the client what differs from Tinker, and what the features of this server say about the session.
+    # Tell the client what differs from Tinker, and what extensions say about the session.
     response = {"type": "create_session", "session_id": str(created)}
     response["info_message"] = "\n".join((*_describe_new_session(call, request, created), _OWN_LOSSES))
     version = _VERSION.match(call.sdk_version)
     if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
         tested = ".".join(map(str, NEWEST_TESTED_SDK))
         response["warning_message"] = (
-            f"this server was tested with releases of tinker up to {tested}, and this is {call.sdk_version}: "
+            f"this server was tested with releases of tinker up to {tested}, and the client has {call.sdk_version}: "
             "new functions may fail; update the server if there is a release for it"
         )
     return response
@@ -268,12 +269,12 @@ def _has_status(status: schemas.SessionStatus | None, query: schemas.StatusQuery
 
 def _describe_status(row: SessionRow, failed_run: ModelId | None, now: float) -> schemas.SessionStatus | None:
     reason, _, detail = (row.finish_reason or "").partition(": ")
-    is_finished = reason in get_args(schemas.FinishReasonType)
-    if failed_run is not None and not is_finished:
+    was_finished_by_client = reason in get_args(schemas.FinishReasonType)
+    if failed_run is not None and not was_finished_by_client:
         return schemas.Failed(reason=schemas.FailedRun(training_run_id=failed_run))
     if row.finished_at is None:
         return schemas.Active() if row.last_heartbeat_at > now - _ACTIVE_S else None
-    if not is_finished:
+    if not was_finished_by_client:
         return schemas.Cancelled(detail=row.finish_reason)
     return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
 

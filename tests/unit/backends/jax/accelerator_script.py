@@ -1,6 +1,6 @@
-"""Start a backend with the settings of an accelerator on CPU, train by RL, and print what was compiled.
+"""Start a backend as on a GPU, but on CPU, run an RL loop, and print which programs it compiled.
 
-Run by test_warmup.py:
+test_warmup.py runs this script, and checks that the loop compiles nothing after the start:
 
     python accelerator_script.py MODEL_DIRECTORY CACHE_DIRECTORY
 """
@@ -40,6 +40,7 @@ class AcceleratorRunner(ModelRunner):
 
     @override
     def _make_row_counts(self) -> RowCounts:
+        # The constructor has set these for a CPU.
         self._is_single_cpu, self._merges, self.prompts_of_shard = False, True, MAX_PROMPTS_TOGETHER
         return super()._make_row_counts()
 
@@ -121,32 +122,45 @@ def train(backend: JaxBackend) -> None:
 
 def main(directory: str, cache: Path) -> None:
     events: Counter[str] = Counter()
-    late: list[str] = []
+    compiled_in_loop: list[str] = []
     mesh.get_platform = lambda _: "gpu"
     backend_module.ModelRunner = AcceleratorRunner  # type: ignore[misc]
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
 
     def note(event: str, _: float, **labels: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            late.append(labels["fun_name"])
+            compiled_in_loop.append(labels["fun_name"])
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    backend, load, queued = JaxBackend(directory, make_config(cache)), hf.load, list[str]()
+    backend, load, queued_before_weights = JaxBackend(directory, make_config(cache)), hf.load, list[str]()
 
     def load_weights(*arguments: Any, **named: Any) -> Any:
         assert backend._compiler is not None
-        queued.extend(sorted({type(key).__name__ for key, _ in chain(*backend._compiler._needed.values())}))
+        queued_before_weights.extend(
+            sorted({type(key).__name__ for key, _ in chain(*backend._compiler._needed.values())})
+        )
         return load(*arguments, **named)
 
+    # Start, and wait until all programs are compiled. Then run the loop.
     hf.load = load_weights
     backend.start()
-    while backend.meters().progress is not None:  # slices of multiple adapters
+    while backend.meters().progress is not None:  # some sampling programs compile in the background
         time.sleep(0.05)
-    late.clear()
+    compiled_in_loop.clear()
+
     train(backend)
     backend.close()
-    programs, found = events["compile_requests_use_cache"], events["cache_hits"]
-    print(json.dumps({"queued": queued, "late": late, "programs": programs, "found": found}))
+    num_programs, num_from_cache = events["compile_requests_use_cache"], events["cache_hits"]
+    print(
+        json.dumps(
+            {
+                "queued_before_weights": queued_before_weights,
+                "compiled_in_loop": compiled_in_loop,
+                "num_programs": num_programs,
+                "num_from_cache": num_from_cache,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

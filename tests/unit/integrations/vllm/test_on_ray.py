@@ -1,6 +1,6 @@
-"""A vLLM server in a Ray cluster: the program that starts it, with threads instead of Ray actors.
+"""`on_ray`, the program that starts a vLLM server in a Ray cluster, with a replacement for `ray`.
 
-`tests/serve/test_ray.py` has a real cluster.
+Actors of the replacement are objects in this process. `tests/serve/test_ray.py` has a real cluster.
 """
 
 import asyncio
@@ -82,7 +82,10 @@ class LocalRay:
 
 
 async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
-    """Yield what an actor's generator yields, as Ray does: references, and the error in the last one."""
+    """Yield an awaitable for each line of an actor's generator, as Ray does.
+
+    If the generator fails, the last awaitable raises the error.
+    """
 
     def next_line() -> str | None:
         try:
@@ -152,7 +155,7 @@ def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
     assert len(ray.killed) == 1
 
 
-def test_a_node_without_the_adapters_or_the_program_is_named(tmp_path: Path) -> None:
+def test_a_node_without_the_adapters_or_the_executable_is_named(tmp_path: Path) -> None:
     found = serve(LocalRay(), tmp_path / "not-shared", "true")
     assert found.startswith("Ray placed vLLM on node7 (127.0.0.1), which does not have the engine's directory ")
     assert found.endswith("name a directory that all nodes share with --sampler-config.adapter-dir")
@@ -160,8 +163,8 @@ def test_a_node_without_the_adapters_or_the_program_is_named(tmp_path: Path) -> 
     assert found == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
 
 
-def test_the_program_ends_with_the_engine(tmp_path: Path) -> None:
-    """SIGTERM, which `guard` sends, ends the program."""
+def test_on_ray_ends_with_the_engine(tmp_path: Path) -> None:
+    """The engine's process sends SIGTERM when it stops vLLM."""
     ray = LocalRay(placed_after_s=60)
 
     async def work() -> str:
@@ -199,7 +202,7 @@ def test_an_actor_ends_when_the_engine_does_not_call_it(monkeypatch: pytest.Monk
     assert exits.get_nowait() == 1
 
 
-def test_without_ray_or_a_cluster_the_program_says_so(
+def test_without_ray_or_a_cluster_on_ray_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ['{"GPU": 1}', "8100", "adapters", "vllm"]
@@ -215,9 +218,9 @@ def test_without_ray_or_a_cluster_the_program_says_so(
     assert capsys.readouterr().out.endswith("this machine is not part of a Ray cluster: no address\n")
 
 
-def test_an_engine_runs_the_program_in_place_of_the_command() -> None:
+def test_an_engine_runs_on_ray_instead_of_the_vllm_command() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
-    assert managed_server.find_command(config) == ["vllm"], "it is looked for where it runs"
+    assert managed_server.find_command(config) == ["vllm"], "vllm need not exist here: it runs on another node"
     assert managed_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
     command = managed_server.wrap_for_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
     assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.on_ray"]
