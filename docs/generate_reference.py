@@ -35,7 +35,7 @@ from skyrl_tx.models import FAMILIES, ModelFamily
 from skyrl_tx.server.app import ROUTERS
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import BODIES, WireModel
-from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
+from skyrl_tx.server.submission.loss_graph.torch_functions import FUNCTIONS, METHODS
 from skyrl_tx.tools.conformance.endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS, SdkEndpoint
 from tests.support.client_environments import COOKBOOK, SDKS
 

@@ -1,8 +1,8 @@
 """Decide which request runs next. Samples have their own queue, see `sample_queue`.
 
-Owners share the device by weight. The models of one owner take turns, and the requests of one
-model run in `seq_id` order. This module uses no clock, database or backend: callers pass the time,
-and `Schedule.read_bodies` reads the bodies of large requests.
+Owners share the device by weight. The models (adapters of training runs) of one owner take turns,
+and the requests of one model run in `seq_id` order. This module uses no clock, database or backend:
+callers pass the time, and `Schedule.read_bodies` reads the bodies of large requests.
 
 The SDK posts the requests of one call out of order, and some sequence numbers never arrive. A
 request behind a sequence gap waits until the gap timeout has passed. It does not wait if a barrier
@@ -49,7 +49,7 @@ ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 
 @dataclass(frozen=True, slots=True)
 class SequenceCursor:
-    """How far the requests of a model have started.
+    """Which requests of a model have started.
 
     `next_seq` is the next expected `seq_id`, and `barrier_seq` the `seq_id` of the last barrier.
     """
@@ -66,7 +66,7 @@ class SequenceCursor:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The next thing to run: a batch of passes of one direction, or one request of another kind."""
+    """The next thing to run: a batch of passes, all with or all without a backward pass, or one other request."""
 
     requests: tuple[QueuedRequest, ...]
     refusal: str | None = None
@@ -99,10 +99,10 @@ class Schedule:
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens charged to each owner. Unused while there is only one owner."""
     on_credit_dropped: Callable[[str], None] = lambda owner: None
-    """Called with an owner when `fair_share` drops the owner's credit, see `drop_credit` there.
+    """Called with an owner when `fair_share` drops the owner's credit, see `FairShare.drop_credit`.
 
-    The training executor has a `FairShare` too, and then drops the owner's credit there. Not called
-    while there is only one owner.
+    Credit is device time that the owner did not use. The training executor drops it in its own
+    `FairShare` too. Not called while there is only one owner.
     """
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
@@ -130,7 +130,7 @@ class Schedule:
         return model_id in self._waiting
 
     def forget(self, model_id: ModelId) -> None:
-        """Forget a model without waiting requests, because it was moved to another engine."""
+        """Forget a model that has no waiting requests, because it was moved to another engine."""
         assert model_id not in self._waiting
         self._queues.pop(model_id, None)
 

@@ -93,7 +93,7 @@ def forward_and_count(
 
     The second has an array int32 [layers, E] for each stack of layers with experts. It is empty
     without `uses_BT`, which says how often a position counts: 0 for padding, and more than 1 in a
-    shared prefix. With `prefix`, sequences continue earlier keys of their row, by attention alone.
+    shared prefix. With `prefix`, a sequence also attends to an earlier range of keys in its row.
     """
     if position_BT is None:
         position_BT = find_positions(inputs.shape[1], start_BT, prefix)

@@ -360,7 +360,7 @@ class LeadingBackend(AbstractBackend):
         """Make a call on all hosts and return its result. `own` makes it on this host."""
         followers = self._live_followers()
 
-        # Sort collections: sets have a different order on each host.
+        # Sort collections. Sets have a different order on each host, and no call depends on an order.
         in_order = {
             parameter: tuple(sorted(value)) if isinstance(value, Set | list | tuple) else value
             for parameter, value in arguments.items()

@@ -38,7 +38,7 @@ _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT = 8, 128
 
 For example 2048, 2304, 2560 and so on up to 4096. So at most an eighth of a long row is padding.
 Up to 1024 tokens, lengths that are closer together would not pay off: each length is one more
-compilation, and only dozens of requests would save the time that it takes.
+compilation, which takes longer than dozens of requests would save.
 """
 NUM_REMAINDER_LENGTHS = 4
 """How many different lengths the last row can have, if a request has more than one micro-batch.
@@ -92,7 +92,7 @@ class MicroBatchPlan:
     rows: tuple[int, ...]
     """The row of each example."""
     starts: tuple[int, ...]
-    """The position in the row at which each example starts, without its shared prefix."""
+    """The position in the row at which the part of each example after its shared prefix starts."""
     num_rows: int
     length: int
     num_targets: int
