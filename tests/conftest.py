@@ -1,10 +1,14 @@
 """Fixtures and pytest hooks for all test directories."""
 
+import hashlib
 import logging
 import os
+import platform
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
@@ -17,6 +21,7 @@ from tests.support.client_environments import (
     ClientEnvironment,
     PreparedEnvironment,
     UnavailableEnvironment,
+    cache_directory,
     is_required,
     prepare,
 )
@@ -89,6 +94,9 @@ The default run compiles all programs with little optimization, which takes a th
 with the compiler options of the product instead, because bits depend on them: `pytest -m "not slow and bits"`.
 """
 
+PROGRAMS_KEPT_S = 14 * 86_400
+"""How long compiled programs are kept."""
+
 DEFAULT_SELECTION = "not slow"
 """The marker expression of a run without `-m`, see pyproject.toml."""
 
@@ -101,16 +109,15 @@ used up.
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled programs in pytest's cache: processes, parts of a run and the next run share most of theirs.
-
-    And let clients of the SDK, here and in child processes, know all that they must to speak to a server of ours.
-    """
+    """Set the environment of this process and of the processes that tests start: cache, compiler options, SDK."""
     os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
     if config.option.markexpr == DEFAULT_SELECTION:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE_FLAGS)
-    cache = getattr(config, "cache", None)
-    if cache is not None:  # pytest has no cache with -p no:cacheprovider
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
+    if getattr(config, "cache", None) is not None:  # there is no cache with -p no:cacheprovider
+        programs = _find_program_cache()
+        if not hasattr(config, "workerinput"):
+            _remove_old_programs(programs)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     # A client whose server has ended logs this two minutes later, during an unrelated test.
     logging.getLogger("tinker.lib.internal_client_holder").addFilter(
@@ -125,6 +132,32 @@ def pytest_configure(config: pytest.Config) -> None:
         "default run", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("default run")
+
+
+def _find_program_cache() -> Path:
+    """Return the directory for compiled programs, beside the client environments.
+
+    All runs on this machine share it: a run whose programs are compiled takes half of the CPU time.
+    A program for one kind of CPU may not run on another, so each kind has its own directory.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    described = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    kind = hashlib.sha256("\n".join((platform.machine(), *described)).encode()).hexdigest()[:16]
+    directory = cache_directory() / f"programs-{kind}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _remove_old_programs(directory: Path) -> None:
+    """Remove programs that are older than `PROGRAMS_KEPT_S`, so that the directory does not grow forever."""
+    oldest = time.time() - PROGRAMS_KEPT_S
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):  # another run removes programs too
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker

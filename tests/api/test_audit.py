@@ -180,14 +180,14 @@ def test_a_refused_act_leaves_no_entry(place: AuditedServer) -> None:
 
 def test_the_sdk_reads_the_log_of_a_day_and_of_a_resource(place: AuditedServer) -> None:
     admin = tinker.AdminClient(base_url=place.stack.url, api_key=key_for(place.stack, "root")[0])
-    entries = admin.get_audit_log().result(timeout=30).entries
+    entries = admin.get_audit_log().result(timeout=300).entries
     assert [entry.timestamp for entry in entries] == sorted(entry.timestamp for entry in entries)
     saved = next(entry for entry in entries if entry.event == "checkpoint_create")
     assert saved.event_details["actor"] == "ann" and saved.tinker_path == saved.event_details["tinker_path"]
     assert saved.model_id == place.training.model_id
-    only = admin.get_audit_log("organizations").result(timeout=30).entries
+    only = admin.get_audit_log("organizations").result(timeout=300).entries
     assert {entry.event.partition("_")[0] for entry in only} <= {"organization"}
-    assert admin.get_audit_log(day=date(2025, 1, 15)).result(timeout=30).entries == []
+    assert admin.get_audit_log(day=date(2025, 1, 15)).result(timeout=300).entries == []
 
 
 def test_other_owners_are_refused(place: AuditedServer) -> None:

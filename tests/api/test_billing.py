@@ -73,7 +73,7 @@ def admin_client(stack: LiveStack, owner: str) -> tinker.AdminClient:
 def test_events_have_each_kind_of_work_once(
     billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
 ) -> None:
-    reported = admin_client(billing_stack, "ann").get_billing_usage(*window).result(timeout=30)
+    reported = admin_client(billing_stack, "ann").get_billing_usage(*window).result(timeout=300)
     amounts: dict[str, float] = {}
     for event in reported.data:
         info = event.event_info
@@ -106,7 +106,7 @@ def test_an_admin_sees_all_owners_and_others_their_own(
 
 
 def test_storage_has_its_price(billing_stack: LiveStack, work: str) -> None:
-    reported = admin_client(billing_stack, "ann").get_current_checkpoint_storage_usage().result(timeout=30)
+    reported = admin_client(billing_stack, "ann").get_current_checkpoint_storage_usage().result(timeout=300)
     (item,) = reported.data
     assert reported.effective_rate_usd_per_gigabyte_month == 0.1 and item.size_bytes > 0
     assert item.estimated_monthly_cost_usd == pytest.approx(item.size_bytes / 1e9 * 0.1)

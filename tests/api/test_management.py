@@ -325,7 +325,7 @@ def test_unsupported_and_unknown_things_return_404_with_the_reason(
     connect_rest: ConnectRest, call: Callable[[tinker.RestClient], tinker.APIFuture], text: str
 ) -> None:
     with pytest.raises(tinker.NotFoundError, match=text):
-        call(connect_rest("ann")).result(timeout=30)
+        call(connect_rest("ann")).result(timeout=300)
 
 
 def test_unsupported_optimizer_is_named(stack_with_keys: LiveStack) -> None:

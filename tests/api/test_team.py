@@ -97,9 +97,9 @@ def work(
         if phase.wait(60) == 0:
             until(lambda: num_waiting(stack) == sum(PASSES[name] for name in owners))
             gate.open()
-        first[1].result(timeout=60)
-        losses = [future.result(timeout=60).metrics["loss:sum"] for future in (first[0], *passes)]
-        step.result(timeout=60)
+        first[1].result(timeout=300)
+        losses = [future.result(timeout=300).metrics["loss:sum"] for future in (first[0], *passes)]
+        step.result(timeout=300)
 
         training.save_state("end").result()
         sampling = training.save_weights_and_get_sampling_client().result()
@@ -108,7 +108,7 @@ def work(
             sampling.sample(prompt, 1, tinker.SamplingParams(max_tokens=SAMPLED, seed=number, stop=[]))
             for number in range(SAMPLES[owner])
         ]
-        found = [future.result(timeout=60).sequences[0] for future in drawn]
+        found = [future.result(timeout=300).sequences[0] for future in drawn]
         return Outcome(losses, [(sequence.tokens, sequence.logprobs or []) for sequence in found], training.model_id)
 
 

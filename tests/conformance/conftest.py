@@ -125,10 +125,11 @@ DEFAULT = (
 Together they contain every model part.
 """
 EXHAUSTIVE = (
-    *("qwen3-tied", "qwen2-untied", "qwen3-moe-untied", "llama3-tied"),
-    *("qwen3_5-untied", "qwen3_5-moe-tied", "qwen3-next-untied"),
+    *("qwen3-tied", "qwen2-untied", "qwen3-moe-untied", "qwen3-moe-alternating", "llama3-tied", "gemma3-untied"),
+    *("qwen3_5-untied", "qwen3_5-tied", "qwen3_5-moe-tied", "qwen3-next-untied", "nemotron-dense"),
+    *("gpt-oss-tied", "deepseek-tied", "glm-tied", "glm-lite-tied"),
 )
-"""Variants whose parts other variants contain too. The remaining variants are slow tests."""
+"""Variants of families that other variants cover. The remaining variants are slow tests."""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
 ALPHA = 32.0

@@ -34,9 +34,9 @@ VARIANTS = {
 }
 COVERED_FAMILIES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
-    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"),
 )
-"""Families without a unique model part.
+"""Families that CI leaves out.
 
 The other families and test_decoding.py cover their decoding.
 """

@@ -71,6 +71,7 @@ class TestJaxWithSinks(TestJax):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithLatents(TestJax):
     architecture = LATENTS
 

@@ -19,7 +19,7 @@ MODEL_NAME = "Qwen/Qwen3-0.6B"
 
 def run_script(name, *arguments, cwd):
     command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

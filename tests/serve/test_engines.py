@@ -32,7 +32,7 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
     with LiveServer(tmp_path / "calm", flags=FAKE) as server:
         calm = [train(server.url, seed) for seed in range(NUM_TENANTS)]
     flags = (*FAKE, "--backend-config.step-delay-s", "0.05", "--database-url", postgresql_url)
-    with LiveServer(tmp_path / "data", flags=(*flags, "--engines", str(NUM_ENGINES)), ready_within_s=120) as server:
+    with LiveServer(tmp_path / "data", flags=(*flags, "--engines", str(NUM_ENGINES))) as server:
         server.wait_for(READY, times=NUM_ENGINES, within_s=120)
         first = [int(pid) for pid in STARTED.findall(server.log)]
         assert len(first) == NUM_ENGINES

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def make_server(data_dir: Path, *flags: str) -> LiveServer:
-    return LiveServer(data_dir, flags=("--base-model", "tiny", *flags), ready_within_s=120.0)
+    return LiveServer(data_dir, flags=("--base-model", "tiny", *flags))
 
 
 def make_torch_server(root: Path, name: str) -> LiveServer:
@@ -36,7 +36,7 @@ def make_torch_server(root: Path, name: str) -> LiveServer:
     model = write_tiny_model(root / f"model-of-{name}")
     flags = ("--base-model", str(model), "--served-model-name", "tiny", *SNAPSHOTS)
     environment = torch_environment(root / f"installed-for-{name}")
-    return LiveServer(root / name, flags=(*flags, "--backend", "torch"), environment=environment, ready_within_s=120.0)
+    return LiveServer(root / name, flags=(*flags, "--backend", "torch"), environment=environment)
 
 
 def train(url: str, after_step: Callable[[int], None]) -> list[float]:

@@ -37,7 +37,7 @@ def kill_engines(server: LiveServer) -> None:
 
 
 def train_with_kills(data_dir: Path, client_environment: GetEnvironment, *flags: str) -> list[float]:
-    with LiveServer(data_dir, flags=(*FLAGS, *flags), ready_within_s=120.0) as server:
+    with LiveServer(data_dir, flags=(*FLAGS, *flags)) as server:
         killer = threading.Thread(target=kill_engines, args=(server,))
         killer.start()
         found = train(server, client_environment)
@@ -51,7 +51,7 @@ def test_kills_change_no_bit(
     tmp_path: Path, client_environment: GetEnvironment, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """The results equal an undisturbed run on SQLite."""
-    with LiveServer(tmp_path / "calm", flags=FLAGS, ready_within_s=120.0) as server:
+    with LiveServer(tmp_path / "calm", flags=FLAGS) as server:
         calm = train(server, client_environment)
     assert len(set(calm[:NUM_STEPS])) == NUM_STEPS
     flags = ()

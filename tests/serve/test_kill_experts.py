@@ -37,7 +37,7 @@ def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
     flags = ("--base-model", str(model), "--served-model-name", "experts")
     flags += constants("engine", snapshot_interval_requests=3)
 
-    with LiveServer(data_dir, flags=flags, ready_within_s=120.0) as server:
+    with LiveServer(data_dir, flags=flags) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("experts", rank=4, seed=1).result()
         draw, numbers = np.random.default_rng(0), list[float]()

@@ -34,7 +34,7 @@ def pieces(path: str, data: dict[str, Any]) -> list[tuple[int, str]]:
 def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: str) -> None:
     flags = ("--base-model", "tiny", *constants("backend", decode_slice_tokens=4))
     with (
-        LiveServer(tmp_path / "data", flags=flags, ready_within_s=120.0) as server,
+        LiveServer(tmp_path / "data", flags=flags) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         body = {"model": "tiny", "max_tokens": 240, "seed": 3, **BODIES[path]}

@@ -106,7 +106,7 @@ def test_two_apis_with_an_engine_that_is_killed(
                 os.kill(server.engine_pid, signal.SIGKILL)
 
         runs = [in_background(lambda: train(server.url, 1, kill_once)), in_background(lambda: train(second.url, 2))]
-        assert [run.result(60) for run in runs] == reference_results
+        assert [run.result(300) for run in runs] == reference_results
         server.wait_for(ENGINE_STARTED, times=2)
         check_shared_data(server, second)
         with pytest.raises(ServerFailed, match="an engine is already running on this database"):
@@ -143,7 +143,7 @@ def test_database_outage_pauses_the_server(tmp_path: Path, reference_results: li
             server.wait_for(WAITS_FOR_DATABASE)
             assert not run.done()
             database.start()
-            assert run.result(60) == reference_results[0]
+            assert run.result(300) == reference_results[0]
             server.wait_for(ENGINE_STARTED, times=2)
             assert api.get("healthz").json() == {"status": "ok"}
             api.close()

@@ -262,7 +262,7 @@ def test_model_load_error_is_reported_once(tmp_path: Path, third_backend: Path) 
 
 @pytest.mark.slow
 def test_jax_backend_serves_the_built_in_model(tmp_path: Path) -> None:
-    with LiveServer(tmp_path / "data", flags=("--base-model", "tiny"), ready_within_s=120.0) as server:
+    with LiveServer(tmp_path / "data", flags=("--base-model", "tiny")) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("tiny", rank=8).result()
         tokenizer = training.get_tokenizer()

@@ -66,7 +66,7 @@ def cancel_tasks_of_clients() -> None:
         print("still running in the SDK's loop:", *tasks, sep="\n  ", file=sys.stderr)
 
     with contextlib.suppress(TimeoutError):  # then the loop itself hangs, and is left as it is
-        asyncio.run_coroutine_threadsafe(cancel_all(), background.get_loop()).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(cancel_all(), background.get_loop()).result(timeout=300)
 
 
 def stop_loop_of_clients() -> None:

@@ -39,7 +39,7 @@ class LiveServer:
         flags: Sequence[str] = ("--base-model", "fake", "--backend", "fake"),
         environment: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
-        ready_within_s: float = 60.0,
+        ready_within_s: float = 300.0,
     ) -> None:
         """Start the server and wait until it is ready; raises ServerFailed.
 

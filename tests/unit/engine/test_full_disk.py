@@ -56,7 +56,7 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
         assert harness.attempts(large) == 1
         assert "retrying until the write succeeds" in caplog.text
         is_full.clear()
-        running.result(60)
+        running.result(300)
 
     assert harness.result(large).metrics["num_datums:sum"] == 5
     assert harness.result(step).metrics["unclipped_grad_l2:mean"] > 0
@@ -118,7 +118,7 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
         until(lambda: "no space left" in (health.read_report().problem or ""))
         harness.api.write(lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0))
         with pytest.raises(StoreBlocked, match="no space left on its disk"):
-            running.result(60)
+            running.result(300)
 
     assert harness.attempts(large) == 0
 

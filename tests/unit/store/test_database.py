@@ -85,8 +85,8 @@ def test_failing_work_rolls_back_alone(store: Store) -> None:
     ]
     gate.set()
     with pytest.raises(RuntimeError, match=r"^no$"):
-        failing.result(60)
-    expected = [before.result(60)], [], [after.result(60)]
+        failing.result(300)
+    expected = [before.result(300)], [], [after.result(60)]
     assert (list_owned(store, "before"), list_owned(store, "failed"), list_owned(store, "after")) == expected
 
 
@@ -113,7 +113,7 @@ def test_many_threads_write_and_read(store: Store) -> None:
 def test_two_roles_write_concurrently(open_store) -> None:
     roles = open_store("api"), open_store("engine")
     queued = [role.write_soon(add_session) for _ in range(100) for role in roles]
-    session_ids = {write.result(30) for write in queued}
+    session_ids = {write.result(300) for write in queued}
     assert len(session_ids) == 200
     assert all(set(list_owned(role, "ann")) == session_ids for role in roles)
 

@@ -73,13 +73,13 @@ def test_small_writes_succeed_and_large_ones_wait_for_space(store: Store, disk: 
     store.write_soon(lambda tx: gate.wait(10))
     small, large, behind = [store.write_soon(lambda tx, name=name: add(tx, name)) for name in ("s", LARGE, "t")]
     gate.set()
-    assert small.result(60), "it was written alone"
+    assert small.result(300), "it was written alone"
     until(lambda: len(reports) >= 3)
     assert not large.done() and not behind.done(), "writes stay in order"
     assert "no space left on its disk" in reports[-1] and store.write_failure == reports[-1]
     disk.is_full = False
-    large.result(60)
-    behind.result(60)
+    large.result(300)
+    behind.result(300)
     assert store.write_failure is None
     assert len(store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0))) == 4
 
@@ -91,7 +91,7 @@ def test_writes_wait_for_a_lock_longer_than_the_busy_timeout(tmp_path: Path, sto
         until(lambda: "another process holds its lock" in caplog.text)
         assert store.write_failure and not written.done()
         other.execute("ROLLBACK")
-        assert written.result(60)
+        assert written.result(300)
 
 
 def test_stop_fails_blocked_writes_but_not_small_ones(store: Store, disk: Disk, stop: threading.Event) -> None:
@@ -100,8 +100,8 @@ def test_stop_fails_blocked_writes_but_not_small_ones(store: Store, disk: Disk, 
     until(lambda: store.write_failure)
     stop.set()
     with pytest.raises(StoreBlocked, match="no space left"):
-        large.result(60)
-    assert small.result(60)
+        large.result(300)
+    assert small.result(300)
 
 
 def test_retried_work_returns_its_last_outcome(store: Store, disk: Disk) -> None:
@@ -119,6 +119,6 @@ def test_retried_work_returns_its_last_outcome(store: Store, disk: Disk) -> None
     first, large = store.write_soon(once), store.write_soon(lambda tx: add(tx, LARGE))
     gate.set()
     with pytest.raises(KeyError, match="changed since"):
-        first.result(60)
+        first.result(300)
     disk.is_full = False
-    large.result(60)
+    large.result(300)
