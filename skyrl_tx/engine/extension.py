@@ -33,7 +33,7 @@ class RowLimit(Generic[Key]):
     """Returns the keys of the rows that a group has too many."""
     remove: Callable[[Session, Sequence[Any]], object]
     """Removes rows by their keys. Called with a limited number of keys."""
-    changed_groups: set[Key] = field(default_factory=set[Key])
+    keys_to_trim: set[Key] = field(default_factory=set[Key])
     """Groups with new rows, for example runs.
 
     The observer adds groups, housekeeping removes them.

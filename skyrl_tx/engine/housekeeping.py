@@ -257,10 +257,10 @@ class Housekeeping:
         """Start to remove rows that exceed limits of features, for example old points of runs."""
         store = self.context.store
         grown = [
-            (limit, limit.changed_groups) for limit in self.context.observers.list_row_limits() if limit.changed_groups
+            (limit, limit.keys_to_trim) for limit in self.context.observers.list_row_limits() if limit.keys_to_trim
         ]
         for limit, _ in grown:
-            limit.changed_groups = set()
+            limit.keys_to_trim = set()
 
         def remove() -> None:
             for limit, keys in grown:
@@ -274,7 +274,7 @@ class Housekeeping:
             if (error := removed.exception()) is not None:  # the rows only take disk space
                 _log.error("cannot remove rows that exceed their limits; retrying later", exc_info=error)
                 for limit, keys in grown:
-                    limit.changed_groups |= keys
+                    limit.keys_to_trim |= keys
 
         if grown:
             self.context.background_writer.submit(remove, on_removed)

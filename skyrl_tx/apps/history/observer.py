@@ -1,6 +1,6 @@
-"""Record the curves of runs, and a selection of their samples, in the transaction of each result.
+"""Store metric points and some samples of each run, in the transaction that commits a result.
 
-A *point* is one training request in the curves of a run. A *group* is the samples of one request.
+A *point* holds the metrics of one training request. A *group* is the samples of one request.
 """
 
 import math
@@ -41,7 +41,7 @@ are drawn, so their probabilities do not show how certain the model is.
 
 @dataclass(slots=True)
 class HistoryObserver(ResultObserver):
-    """Records points for the curves of runs, sums over all samples, and a selection of samples."""
+    """Stores metric points, totals over all samples of a step, and selected samples."""
 
     store: Store
     settings: EngineSettings
@@ -75,7 +75,7 @@ class HistoryObserver(ResultObserver):
         request, step = queued.model_pass, model.num_steps
         assert request is not None
         values = {**output.metrics, LOSS_WEIGHT: sum_loss_weights(request)}
-        self._point_limit.changed_groups.add(model.model_id)
+        self._point_limit.keys_to_trim.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
             # A point for the curves
@@ -107,7 +107,7 @@ class HistoryObserver(ResultObserver):
     ) -> ObserverRows:
         """Return a function that writes a point for an optimizer step."""
         step = model.num_steps
-        self._point_limit.changed_groups.add(model.model_id)
+        self._point_limit.keys_to_trim.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
             point = Point(
@@ -130,9 +130,10 @@ class HistoryObserver(ResultObserver):
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Return a function that adds the samples to the sums of their step.
+        """Return a function that adds this request to the totals of its training step.
 
-        It also stores the samples themselves if `KeptGroups` selects this request.
+        The totals are, for example, numbers of samples and tokens. The function also stores the samples
+        themselves if `KeptGroups` selects this request.
         """
         # Skip requests that only score a prompt, and private requests
         only_scores_prompt = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
@@ -187,12 +188,12 @@ class HistoryObserver(ResultObserver):
         choice = self._groups.choose(queued.owner, origin, queued.request_id, now)
         if not choice.is_kept:
             return None, []
-        self._sample_limit.changed_groups.add((origin.model_id, queued.owner))
+        self._sample_limit.keys_to_trim.add((origin.model_id, queued.owner))
         return group, [] if choice.replaced is None else [choice.replaced]
 
 
 def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledStep:
-    """Return the sums over the samples of one request."""
+    """Return the totals of one request: samples, tokens, and log-probabilities."""
     counts_for_surprise = request.params.temperature >= _MIN_TEMPERATURE
     tokens = sum(sequence.tokens.size for sequence in output.sequences)
     logprob_sum = sum(
@@ -210,7 +211,7 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
 
 
 def sum_loss_weights(request: ModelPass) -> float:
-    """Return the sum of the weights of all tokens. Curves divide the loss by this sum.
+    """Return the sum of the weights of all tokens. The console divides the loss by this sum.
 
     Without weights, each token counts 1. Tokens with advantage 0 do not count. Weights can be
     negative if the client computes the loss (`forward_backward_custom`), so their absolute values

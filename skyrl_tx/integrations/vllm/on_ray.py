@@ -64,7 +64,7 @@ class VllmHost:
     def __init__(self) -> None:
         self._reserved: socket.socket | None = None
         self._called_at = time.monotonic()
-        threading.Thread(target=self._end_without_engine, daemon=True).start()
+        threading.Thread(target=self._exit_when_engine_is_silent, daemon=True).start()
 
     def place(self) -> NodeAddress:
         """Reserve a port, and return it with the address of this node."""
@@ -86,8 +86,8 @@ class VllmHost:
         # Check that the node has the adapters and the program.
         if not Path(adapters).is_dir():
             raise NodeCannotServe(
-                f"Ray placed vLLM on {place}, which does not have the engine's directory {adapters}: name a directory "
-                "that all nodes share with --sampler-config.adapter-dir"
+                f"Ray placed vLLM on {place}, which does not have the engine's directory {adapters}: set "
+                "--sampler-config.adapter-dir to a directory that all nodes share"
             )
         program, *arguments = command
         path = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
@@ -111,7 +111,7 @@ class VllmHost:
             status = process.wait()
         raise NodeCannotServe(f"vLLM on {place} ended with status {status}")
 
-    def _end_without_engine(self) -> None:
+    def _exit_when_engine_is_silent(self) -> None:
         while time.monotonic() - self._called_at < SILENCE_S:
             time.sleep(_LOOK_S)
         os._exit(1)

@@ -1,6 +1,7 @@
-"""Start a backend as on a GPU, but on CPU, run an RL loop, and print which programs it compiled.
+"""On a CPU, run the code paths of a GPU in an RL loop, and print which programs the loop compiled.
 
-test_warmup.py runs this script, and checks that the loop compiles nothing after the start:
+`test_warmup.py` runs this script and checks that the loop compiled nothing, because all programs were
+compiled at the start. It also checks that their compilation began before the weights were loaded:
 
     python accelerator_script.py MODEL_DIRECTORY CACHE_DIRECTORY
 """
@@ -36,11 +37,11 @@ LOSSES = "cross_entropy", "importance_sampling", "ppo", "cispo"
 
 
 class AcceleratorRunner(ModelRunner):
-    """Runs the sampling programs of an accelerator in bfloat16 on a CPU."""
+    """Runs the sampling programs of an accelerator on a CPU."""
 
     @override
     def _make_row_counts(self) -> RowCounts:
-        # The constructor has set these for a CPU.
+        # As on a GPU, all rows decode in one program, and a program prefills multiple prompts.
         self._is_single_cpu, self._merges, self.prompts_of_shard = False, True, MAX_PROMPTS_TOGETHER
         return super()._make_row_counts()
 

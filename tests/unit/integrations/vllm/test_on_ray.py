@@ -1,6 +1,6 @@
-"""`on_ray`, the program that starts a vLLM server in a Ray cluster, with a replacement for `ray`.
+"""Tests of `on_ray`, the program that starts a vLLM server in a Ray cluster, with a fake `ray` module.
 
-Actors of the replacement are objects in this process. `tests/serve/test_ray.py` has a real cluster.
+The actors of the fake module are objects in this process. `tests/serve/test_ray.py` has a real cluster.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ server.serve_forever()
 
 
 class RayError(Exception):
-    """Replaces all Ray errors."""
+    """The only error of the fake `ray` module."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("a task failed")
@@ -49,7 +49,7 @@ class RayError(Exception):
 
 
 class LocalRay:
-    """The module `ray` with actors in this process."""
+    """A fake `ray` module, with actors in this process."""
 
     exceptions = SimpleNamespace(RayError=RayError)
 
@@ -105,7 +105,7 @@ async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use this machine as the node, with actors that do not end the test process."""
     monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
-    monkeypatch.setattr(on_ray.VllmHost, "_end_without_engine", lambda _: None)
+    monkeypatch.setattr(on_ray.VllmHost, "_exit_when_engine_is_silent", lambda _: None)
     monkeypatch.setattr(on_ray, "socket", SimpleNamespace(gethostname=lambda: "node7"))
 
 
@@ -155,16 +155,16 @@ def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
     assert len(ray.killed) == 1
 
 
-def test_a_node_without_the_adapters_or_the_executable_is_named(tmp_path: Path) -> None:
+def test_error_names_the_node_that_lacks_the_adapters_or_the_executable(tmp_path: Path) -> None:
     found = serve(LocalRay(), tmp_path / "not-shared", "true")
     assert found.startswith("Ray placed vLLM on node7 (127.0.0.1), which does not have the engine's directory ")
-    assert found.endswith("name a directory that all nodes share with --sampler-config.adapter-dir")
+    assert found.endswith("set --sampler-config.adapter-dir to a directory that all nodes share")
     found = serve(LocalRay(), tmp_path, "no-such-vllm", "serve")
     assert found == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
 
 
 def test_on_ray_ends_with_the_engine(tmp_path: Path) -> None:
-    """The engine's process sends SIGTERM when it stops vLLM."""
+    """To stop vLLM, the engine sends SIGTERM to the process of `on_ray`."""
     ray = LocalRay(placed_after_s=60)
 
     async def work() -> str:
@@ -198,11 +198,11 @@ def test_an_actor_ends_when_the_engine_does_not_call_it(monkeypatch: pytest.Monk
     assert now[0] - host._called_at < on_ray.SILENCE_S
     now[0] += 2
     with pytest.raises(Ended):
-        host._end_without_engine()
+        host._exit_when_engine_is_silent()
     assert exits.get_nowait() == 1
 
 
-def test_without_ray_or_a_cluster_on_ray_says_so(
+def test_launcher_reports_that_ray_or_the_cluster_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ['{"GPU": 1}', "8100", "adapters", "vllm"]
@@ -218,7 +218,7 @@ def test_without_ray_or_a_cluster_on_ray_says_so(
     assert capsys.readouterr().out.endswith("this machine is not part of a Ray cluster: no address\n")
 
 
-def test_an_engine_runs_on_ray_instead_of_the_vllm_command() -> None:
+def test_engine_starts_the_ray_launcher_instead_of_vllm() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
     assert managed_server.find_command(config) == ["vllm"], "vllm need not exist here: it runs on another node"
     assert managed_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
