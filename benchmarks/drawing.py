@@ -34,6 +34,7 @@ class Filter:
             top_k_S=jnp.zeros(ROWS, jnp.int32).at[: self.rows].set(self.top_k),
             top_p_S=jnp.ones(ROWS).at[: self.rows].set(self.top_p),
             min_p_S=jnp.zeros(ROWS),
+            raw_S=jnp.zeros(ROWS, bool),
         )
 
 

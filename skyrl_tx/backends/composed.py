@@ -139,7 +139,8 @@ class ComposedBackend(AbstractBackend):
         Raises UserError if the log-probabilities of trainer and sampler differ too much.
         """
         trainer = self._trainer.start()
-        own = replace(trainer, sampling_controls=frozenset())  # the sampler adds the controls that it has
+        # The sampler adds the controls and kinds of log-probabilities that it has.
+        own = replace(trainer, sampling_controls=frozenset(), sampled_logprobs=frozenset({"tempered"}))
         capabilities = self._on_trainer.limit_capabilities(trainer, self._sampler.start(own))
 
         # Find the most layers whose adapters the sampler accepts.

@@ -40,7 +40,7 @@ class TrainerSamplers:
         """Return the capabilities of trainer and sampler together.
 
         If samplers are loaded on the trainer too, the smaller `max_samplers` of both applies, and a
-        sample may use only controls that both support.
+        sample may use only what both support.
         """
         self.max_tokens = min(trainer.max_context_length, trainer.max_sample_tokens)
         if not self._are_needed:
@@ -49,6 +49,7 @@ class TrainerSamplers:
             combined,
             max_samplers=min(combined.max_samplers, trainer.max_samplers),
             sampling_controls=combined.sampling_controls & trainer.sampling_controls,
+            sampled_logprobs=combined.sampled_logprobs & trainer.sampled_logprobs,
         )
 
     def load(self, sampler: SamplerId, source: Snapshot) -> None:

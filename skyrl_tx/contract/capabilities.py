@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from skyrl_tx.contract.losses import LossSpec
+from skyrl_tx.contract.requests import SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,12 @@ class Capabilities:
     """Whether requests may ask for `target_prompt_logprobs`."""
     sampling_controls: frozenset[str] = frozenset()
     """Names of the fields of `SamplingControls` that the backend supports."""
+    sampled_logprobs: frozenset[SampledLogprobs] = frozenset({"tempered"})
+    """Kinds of log-probabilities that samples can report, see `SamplingParams.raw_logprobs`.
+
+    Both are equal at the temperatures 0 and 1 without `SamplingControls`. The engine refuses other
+    samples that ask for a kind that is not in this set.
+    """
     chunk_types: frozenset[str] = frozenset({"text"})
     """Kinds of prompt chunks that the backend accepts. Only text is used so far."""
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -19,6 +19,8 @@ from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
 LossConfigValue = float | str
+SampledLogprobs = Literal["tempered", "raw"]
+"""Kinds of log-probabilities of samples, see `SamplingParams.raw_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,7 @@ class SamplingControls:
        subtracted.
     5. `presence_penalty` is subtracted for tokens that are in the sample.
 
-    The log-probabilities that a sample reports include these changes. After the temperature and
+    The log-probabilities that a sample reports include these changes, unless they are raw. After the temperature and
     before top-k, `min_p` removes the tokens that are less than `min_p` times as likely as the
     likeliest token. Like top-k, it does not change the reported log-probabilities.
     """
@@ -235,7 +237,7 @@ _NO_CONTROLS = SamplingControls()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn (SDK: `sampling_params`).
+    """How tokens are drawn (SDK: `sampling_params`), and which log-probabilities a sample reports.
 
     If the client sends no `seed`, the API draws one.
 
@@ -249,7 +251,11 @@ class SamplingParams:
 
     `max_tokens=None` means up to the context limit. A sample ends after the first match of a stop
     string or after a stop token, which is part of the sample. `eos_stops` is False only if the
-    client sent `stop=[]`. Unset `controls` take no bytes, like `ModelPass.sampled`.
+    client sent `stop=[]`. Unset fields take no bytes, like `ModelPass.sampled`.
+
+    With `raw_logprobs`, a sample reports the log-probabilities of the model itself, before
+    `controls` and temperature, as `forward` does. Otherwise it reports tempered ones, after both. It
+    changes no token. See `Capabilities.sampled_logprobs`.
     """
 
     seed: int
@@ -261,11 +267,17 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     eos_stops: bool = True
     controls: SamplingControls | UnsetType = UNSET
+    raw_logprobs: bool | UnsetType = UNSET
 
     @property
     def active_controls(self) -> SamplingControls:
         """The controls, with defaults if they are unset."""
         return self.controls or _NO_CONTROLS
+
+    @property
+    def logprobs_kind(self) -> SampledLogprobs:
+        """The kind of log-probabilities that a sample reports."""
+        return "raw" if self.raw_logprobs else "tempered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

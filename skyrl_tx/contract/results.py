@@ -116,6 +116,7 @@ class SampleDelta(Struct, frozen=True, kw_only=True):
 
     `logprobs` and `topk` refer to the full vocabulary with logits divided by the temperature,
     before `top_k` and `top_p`. At temperature 0 they are the log-probabilities of temperature 1.
+    With `SamplingParams.raw_logprobs`, both refer to the model's own logits at temperature 1.
 
     `stop_reason` is None until the sample ends. A delta without tokens means that there is no new
     token yet. `prompt` comes with the first tokens of the sample with index 0. If `error` is set,

@@ -384,6 +384,7 @@ class StatusPublisher:
             "eos_token_ids": list(capabilities.eos_token_ids),
             "max_topk_logprobs": capabilities.max_topk_logprobs,
             "sampling_controls": sorted(capabilities.sampling_controls),
+            "sampled_logprobs": sorted(capabilities.sampled_logprobs),
             "fingerprint": dict(capabilities.fingerprint),
             "base_model_hash": capabilities.base_model_hash,
         }

@@ -29,6 +29,15 @@ def check_params(params: SamplingParams, capabilities: Capabilities) -> None:
     for name in ("temperature", "top_p", "top_k"):
         check_number(f"sampling_params.{name}", getattr(params, name))
 
+    # Log-probabilities. Both kinds are equal unless the distribution changes.
+    kind = params.logprobs_kind
+    if (params.temperature not in (0, 1) or params.controls) and kind not in capabilities.sampled_logprobs:
+        offered = " and ".join(sorted(capabilities.sampled_logprobs)) or "no"
+        raise UserError(
+            f"sampled_logprobs {kind!r} is not offered at temperature {params.temperature}: this server's samples have "
+            f"{offered} log-probabilities; see --sampled-logprobs and the session metadata skyrl_tx.sampled_logprobs"
+        )
+
     # Stop strings and tokens.
     if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
         raise UserError(f"sampling_params.stop has {count} strings: must have at most {MAX_STOP_STRINGS}")

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, Field, SerializeAsAny, field_validator
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import SampledLogprobs
 from skyrl_tx.process.setup import CommonSettings
 
 S = TypeVar("S", bound=BaseModel)
@@ -56,6 +57,11 @@ class ApiFlags(CommonSettings):
         "none",
     ] = "auto"
     """Form in which the model writes reasoning and tool calls; 'auto': by the chat template."""
+    sampled_logprobs: SampledLogprobs = "tempered"
+    """Log-probabilities of sampled tokens: after the temperature and penalties, or the model's own, before both.
+
+    A session can set `skyrl_tx.sampled_logprobs` in its metadata.
+    """
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
     """Maximum size in bytes of a training pass or sample request, before and after decompression.
 

@@ -220,6 +220,34 @@ class SamplingChecks:
             likeliest = np.concatenate([topk.logprobs for topk in best if topk is not None])
             np.testing.assert_allclose(likeliest, -np.sort(-rows, axis=1)[:, :num_best], rtol=0, atol=near)
 
+    @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+    def test_raw_logprobs_of_samples_are_those_of_the_trainer(self, driver: BackendDriver, temperature: float) -> None:
+        """Raw log-probabilities do not depend on the temperature, and asking for them changes no token."""
+        if "raw" not in driver.capabilities.sampled_logprobs:
+            pytest.skip("this backend has no raw log-probabilities")
+        model_id = driver.model(steps=1)
+        num_best = min(2, driver.capabilities.max_topk_logprobs)
+        params = SamplingParams(seed=1, max_tokens=5, temperature=temperature, eos_stops=False)
+        options = PromptOptions(sample_topk=num_best)
+        tempered = driver.sample_request(driver.sampler(model_id), params=params, options=options)
+        raw = driver.sample_request(tempered.sampler, params=replace(params, raw_logprobs=True), options=options)
+        deltas = driver.run_samples(tempered, raw)
+        others, drawn = (drawn_of(deltas, request.request_id, 0) for request in (tempered, raw))
+        assert drawn.tokens == others.tokens
+
+        # The trainer's distributions.
+        tokens = np.concatenate([raw.prompt, np.array(drawn.tokens, np.int32)])
+        rows = driver.distributions(model_id, tokens[:-1])[raw.prompt.size - 1 :]
+        own = rows[np.arange(len(rows)), np.array(drawn.tokens)]
+        np.testing.assert_allclose(drawn.logprobs, own, rtol=0, atol=20 * self.tolerance)
+        assert temperature == 0 or np.abs(np.subtract(others.logprobs, drawn.logprobs)).max() > 100 * self.tolerance
+        if num_best:
+            best = [delta.topk for delta in deltas if delta.request_id == raw.request_id and delta.topk is not None]
+            likeliest = np.concatenate([topk.logprobs for topk in best])
+            np.testing.assert_allclose(
+                likeliest, -np.sort(-rows, axis=1)[:, :num_best], rtol=0, atol=20 * self.tolerance
+            )
+
     @pytest.mark.parametrize(
         ("top_k", "top_p", "temperature"), [(-1, 1.0, 1.0), (4, 1.0, 1.5), (-1, 0.7, 1.0), (4, 0.6, 1.5)]
     )

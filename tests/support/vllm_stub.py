@@ -256,6 +256,7 @@ class _Call:
             top_p=sampling.get("top_p", 1.0),
             stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
             eos_stops=not sampling.get("ignore_eos", False),
+            raw_logprobs=self._options.logprobs_mode == "raw_logprobs",
         )
         about = PromptOptions(sample_topk=self._options.num_known)
         if sampling.get("prompt_logprobs") is not None:
@@ -324,10 +325,10 @@ class _Call:
         token, own = int(delta.tokens[place]), float(delta.logprobs[place])
         ids, values = delta.topk.token_ids[place], delta.topk.logprobs[place].astype(np.float64)
         params = self._request.params
-        temperature = params.temperature or 1.0
-        if self._options.logprobs_mode == "raw_logprobs" and temperature != 1:
-            scale = np.log(np.exp(values * temperature).sum())  # only over the known log-probabilities
-            own, values = own * temperature - scale, values * temperature - scale
+        if self._options.logprobs_mode == "raw_logits":
+            own, values = own + 30, values + 30
+        elif params.raw_logprobs:
+            pass
         elif params.temperature and (params.top_k > 0 or params.top_p < 1):
             before = np.cumsum(np.exp(values)) - np.exp(values)
             kept = len(values) if params.top_k <= 0 else params.top_k

@@ -33,6 +33,7 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission.sampling import set_logprobs
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import completions, engine_state, futures, sessions
@@ -302,16 +303,17 @@ class ChatService:
                 )
 
                 # Build the request for the engine
-                sample = Submission.from_request(
-                    requests.Sample(
-                        prompt=prompt,
-                        num_samples=request.num_samples,
-                        sampler=row.sampler_id,
-                        params=request.params,
-                        options=request.options,
-                        is_private=request.is_private or UNSET,
-                    )
+                as_sent = requests.Sample(
+                    prompt=prompt,
+                    num_samples=request.num_samples,
+                    sampler=row.sampler_id,
+                    params=request.params,
+                    options=request.options,
+                    is_private=request.is_private or UNSET,
                 )
+                params = set_logprobs(request.params, self.context.settings.sampled_logprobs)
+                complete = as_sent if params is request.params else replace(as_sent, params=params)
+                sample = Submission.from_request(complete, as_sent=as_sent)
 
                 # Write the request to the database, for the engine that admission chooses
                 engine = admission.choose_engine(row.sampling_session_id)

@@ -22,12 +22,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, devices, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, configure_jax, disable_compilation_cache
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
-from skyrl_tx.backends.jax.devices import (
-    CompilationMonitor,
-    check_devices,
-    convert_memory_errors,
-    get_compilation_monitor,
-)
+from skyrl_tx.backends.jax.devices import CompilationMonitor, check_devices, convert_memory_errors
 from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_is_scarce
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels, pad_cached_dims
 from skyrl_tx.backends.jax.memory import get_offload_limit, read_device_memory, read_memory_limit
@@ -167,7 +162,7 @@ class JaxBackend(AbstractBackend):
         Returns the settings with the defaults of the mesh's platform.
         """
         config = configure_jax(self._config)
-        self._compilation = get_compilation_monitor()
+        self._compilation = devices.get_compilation_monitor()
         layout = mesh.make_layout(config.mesh)
         if (warning := mesh.describe_unused_devices(jax.devices(), config.mesh)) is not None:
             log.warning(warning)
@@ -481,6 +476,7 @@ class JaxBackend(AbstractBackend):
             offers_custom_losses=True,
             offers_target_logprobs=True,
             sampling_controls=list_controls(is_distributed=devices.is_distributed()),
+            sampled_logprobs=frozenset({"tempered", "raw"}),
             fingerprint=self._make_fingerprint(config, all_devices[0]),
             base_model_hash=self._hash_base_model(),
         )

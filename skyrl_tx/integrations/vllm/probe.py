@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import SampledLogprobs
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import PREFIX
 from skyrl_tx.integrations.vllm.config import VllmConfig
@@ -52,8 +53,11 @@ async def probe(
             f"{', '.join(sorted(names))}"
         )
 
-    # The lowest limits of all servers apply.
     offered = [result.capabilities for result in results]
+    if len({capabilities.sampled_logprobs for capabilities in offered}) > 1:
+        raise UserError("--vllm-url: some servers return raw log-probabilities, set the same --logprobs-mode")
+
+    # The lowest limits of all servers apply.
     length = min(capabilities.max_context_length for capabilities in offered)
     capabilities = replace(
         offered[0],
@@ -89,10 +93,16 @@ async def _probe_one(
         max_logprobs = await _find_max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
         if max_logprobs < 2:
             raise UserError(f"{where} returns no top-k log-probabilities: start it with --max-logprobs 21")
-        await _check_mode(server, base_model, max_logprobs)
+        kind = await _find_kind(server, base_model, max_logprobs)
         await _unload_abandoned(server, models, is_abandoned)
     except (ServerLost, Refused, AdapterMissing) as error:
         raise UserError(f"{where} failed a check at start: {error}") from error
+
+    if kind == "raw":
+        _log.warning(
+            "%s returns raw log-probabilities: samples at other temperatures than 0 and 1 need --sampled-logprobs raw",
+            where,
+        )
 
     # Warn if the limits are lower than the trainer's.
     if max_logprobs <= trainer.max_topk_logprobs:
@@ -122,6 +132,7 @@ async def _probe_one(
         max_alt_tokens=0,
         offers_target_logprobs=False,
         sampling_controls=wire.CONTROLS,
+        sampled_logprobs=frozenset({kind}),
     )
     return ProbeResult(capabilities=capabilities, base_model=base_model)
 
@@ -163,19 +174,20 @@ async def _find_max_logprobs(server: VllmServer, model: str, limit: int) -> int:
     return 0
 
 
-async def _check_mode(server: VllmServer, model: str, count: int) -> None:
-    """Raise UserError if the server's log-probabilities do not depend on the temperature.
+async def _find_kind(server: VllmServer, model: str, count: int) -> SampledLogprobs:
+    """Return the kind of log-probabilities of a server, which its --logprobs-mode chooses.
 
-    At twice the temperature, the distance between the log-probabilities of two tokens must be half as large.
+    At twice the temperature, the distance between the tempered log-probabilities of two tokens is half as large, and
+    between raw ones it is the same. Raises UserError if the server returns logits.
     """
     once = await _request_first_token(server, model, temperature=1.0, logprobs=count)
     twice = await _request_first_token(server, model, temperature=2.0, logprobs=count)
-    one, half = (np.ptp(values) for values in (once, twice))
-    if max(once) > 0 or max(twice) > 0 or abs(half - one / 2) > abs(half - one):
+    if max(once) > 0 or max(twice) > 0:
         raise UserError(
-            f"vLLM at {server.url} returns log-probabilities that ignore the temperature: "
-            "start it with --logprobs-mode processed_logprobs"
+            f"vLLM at {server.url} returns logits: start it with --logprobs-mode processed_logprobs or raw_logprobs"
         )
+    one, half = (np.ptp(values) for values in (once, twice))
+    return "raw" if abs(half - one / 2) > abs(half - one) else "tempered"
 
 
 async def _request_first_token(server: VllmServer, model: str, *, temperature: float, logprobs: int) -> list[float]:

@@ -53,6 +53,7 @@ class VllmSampler(Sampler):
         assert isinstance(config, VllmFlags)
         self._base_model = base_model
         self._config = VllmConfig.complete(config)
+        self._allows_filters = self._config.filtered_logprobs == "renormalized"
         self._managed_server: ManagedServer | None = None
         self._open: dict[_Key, RemoteSample] = {}
         self._adapters: dict[SamplerId, SamplerAdapter] = {}
@@ -102,6 +103,7 @@ class VllmSampler(Sampler):
         )
         self._watch = ServerWatch(self._servers, self._config)
         self._start(self._watch.run())
+        self._allows_filters |= "raw" in result.capabilities.sampled_logprobs
         return result.capabilities
 
     @override
@@ -143,7 +145,7 @@ class VllmSampler(Sampler):
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         # Check all requests before the first one starts: vLLM does not support all sampling parameters.
         for request in batch.requests:
-            wire.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
+            wire.check_sample(request, allows_filters=self._allows_filters)
         for request in batch.requests:
             adapter = None if request.sampler is None else self._adapters[request.sampler]
             for index in range(request.first_index, request.first_index + request.num_samples):

@@ -44,11 +44,11 @@ class TokenChunk:
     stop_reason: StopReason | None
 
 
-def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
+def check_sample(request: SampleRequest, *, allows_filters: bool) -> None:
     """Raise UserError, which names the field, if vLLM would not sample a request as the contract requires.
 
-    `renormalizes` allows top_k, top_p and min_p, although vLLM then returns log-probabilities among the remaining
-    tokens.
+    With `allows_filters`, requests may have top_k, top_p and min_p: if vLLM returns raw log-probabilities, or if those
+    among the remaining tokens are wanted.
     """
     params = request.params
     constraint = params.active_controls.constraint
@@ -62,7 +62,7 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
             f"sampling_params.temperature {params.temperature} must be 0, or from {MIN_TEMPERATURE} to "
             f"{MAX_TEMPERATURE}, because this server samples with vLLM"
         )
-    if params.temperature == 0 or renormalizes:
+    if params.temperature == 0 or allows_filters:
         return  # filters do not change greedy samples
 
     reason = "because this server samples with vLLM, which would return log-probabilities after the filter"

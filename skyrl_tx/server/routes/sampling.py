@@ -8,13 +8,13 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.numbers import MAX_SAMPLES
-from skyrl_tx.contract.requests import Rejected
+from skyrl_tx.contract.requests import Rejected, SampledLogprobs
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.http.body import JsonRequest
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.schemas.base import SampleRequestIds, describe_body
+from skyrl_tx.server.schemas.base import SAMPLED_LOGPROBS, SampleRequestIds, describe_body
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
@@ -102,7 +102,10 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         row, owner = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, session_id))
 
         def translate(schema: schemas.AsampleRequest) -> Submission:
-            sample = sampling.translate_sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
+            logprobs = _find_logprobs(call, row.session_id, schema.sampling_params.temperature)
+            sample = sampling.translate_sample(
+                schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes, logprobs
+            )
             return (
                 sample.replace_request(_reject_dropped_sampler(row))
                 if row.sampler_id is None and row.model_id
@@ -124,6 +127,17 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         owner, sample, submitted = queue()
     call.context.admission.record(owner, submitted, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
+
+
+def _find_logprobs(call: ApiCall, session_id: SessionId, temperature: float) -> SampledLogprobs:
+    """Return the kind of log-probabilities that a session or else the server chose for its samples.
+
+    At the temperatures 0 and 1 all kinds are equal, so the metadata of the session is not read.
+    """
+    if temperature in (0, 1):
+        return "tempered"
+    metadata = call.store.read(lambda tx: sessions.get_metadata(tx, [session_id])).get(session_id, {})
+    return cast(SampledLogprobs, metadata.get(SAMPLED_LOGPROBS, call.settings.sampled_logprobs))
 
 
 def _read_weights(call: ApiCall, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:

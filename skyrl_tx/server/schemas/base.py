@@ -4,12 +4,13 @@ Requests keep unknown fields, so that the server can refuse or log them.
 """
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
+from skyrl_tx.contract.requests import SampledLogprobs
 from skyrl_tx.store.checkpoints import KEEP_LAST
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -18,6 +19,8 @@ SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 """A sequence number of a client. Copies of a sampling client start at multiples of a billion."""
 SHARE_PREFIXES = "skyrl_tx.share_prefixes"
 """The key of metadata that says whether passes of a run share prefixes, see `ModelSpec`."""
+SAMPLED_LOGPROBS = "skyrl_tx.sampled_logprobs"
+"""The key of metadata with the `SampledLogprobs` of a session."""
 _MAX_METADATA_CHARS = 2**16
 _MAX_NAMES = 64
 _MAX_DIGITS = 9
@@ -104,12 +107,19 @@ def _check_share_prefixes(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
+def _check_sampled_logprobs(metadata: dict[str, str]) -> dict[str, str]:
+    if metadata.get(SAMPLED_LOGPROBS, "raw") not in get_args(SampledLogprobs):
+        raise ValueError(f"{SAMPLED_LOGPROBS} must be 'tempered' or 'raw'")
+    return metadata
+
+
 TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
 Metadata = Annotated[
     TextMetadata,
     BeforeValidator(_convert_values_to_text),
     AfterValidator(_check_keep_last),
     AfterValidator(_check_share_prefixes),
+    AfterValidator(_check_sampled_logprobs),
 ]
 """Metadata of sessions and runs. Values that are not strings are converted to JSON."""
 Name = Annotated[str, Field(max_length=200)]

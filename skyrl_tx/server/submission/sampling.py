@@ -19,9 +19,16 @@ _TARGETS = "target_prompt_logprobs"
 
 
 def translate_sample(
-    request: AsampleRequest, sampler: SamplerId | None, sequence_ids: Sequence[str], max_dense_bytes: int
+    request: AsampleRequest,
+    sampler: SamplerId | None,
+    sequence_ids: Sequence[str],
+    max_dense_bytes: int,
+    logprobs: requests.SampledLogprobs = "tempered",
 ) -> Submission:
-    """Translate a sample request. Draws the seed if the client sent none."""
+    """Translate a sample request. Draws the seed if the client sent none.
+
+    `logprobs` is the kind of log-probabilities of the session or the server.
+    """
     check_number("num_samples", request.num_samples)
 
     sample = requests.Sample(
@@ -34,11 +41,17 @@ def translate_sample(
         is_recorded=bool(request.record_stability_info),
     )
 
-    # The digest covers what the client sent, without the looked-up sampler and the drawn seed.
+    # The digest covers what the client sent, without looked-up values and the drawn seed.
     as_sent = replace(sample, sampler=None, sequence_ids=())
+    sample = replace(sample, params=set_logprobs(sample.params, logprobs))
     if request.sampling_params.seed is None:
-        as_sent = replace(as_sent, params=replace(sample.params, seed=0))
+        as_sent = replace(as_sent, params=replace(as_sent.params, seed=0))
     return Submission.from_request(sample, as_sent=as_sent)
+
+
+def set_logprobs(params: requests.SamplingParams, kind: requests.SampledLogprobs) -> requests.SamplingParams:
+    """Return `params` with the kind of log-probabilities to report."""
+    return replace(params, raw_logprobs=True) if kind == "raw" else params
 
 
 def _read_params(params: WireSamplingParams) -> requests.SamplingParams:

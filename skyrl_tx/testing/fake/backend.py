@@ -75,6 +75,7 @@ class FakeBackend(AbstractBackend):
             max_alt_tokens=20,
             offers_target_logprobs=True,
             sampling_controls=frozenset(field.name for field in fields(SamplingControls)),
+            sampled_logprobs=frozenset({"tempered", "raw"}),
             fingerprint={"dtype": "float64", "numpy": np.__version__},
             base_model_hash=f"fake-{config.vocab_size}",
         )

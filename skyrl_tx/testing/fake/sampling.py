@@ -61,8 +61,11 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
             distribution = make_distribution(adjuster.adjust(logits_V) if adjuster else logits_V, *filters)
 
         tokens.append(distribution.draw((params.seed % 2**64, sample.index, position)))
-        logprobs.append(distribution.logprobs_V[tokens[-1]])
-        rows.append(distribution.logprobs_V)
+        reported_V = distribution.logprobs_V
+        if params.raw_logprobs:
+            reported_V = log_softmax(logits(np.array([previous], np.int32), adapter, vocab_size)[0])
+        logprobs.append(reported_V[tokens[-1]])
+        rows.append(reported_V)
         if tokens[-1] in sample.stops:
             break
     # Look up the likeliest tokens.

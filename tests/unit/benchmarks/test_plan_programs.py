@@ -224,8 +224,9 @@ def test_a_decode_step_with_an_adapter_copies_no_weights(tmp_path: Path, client_
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_4B, "num_hidden_layers": 2}))
     flags = ("--device", "h200:1", "--context", "4096", "--backend-config.max-sample-tokens", "131072")
     step = compile_programs(client_environment, tmp_path, "adapter", *flags)[1]["adapter"]["text"]
-    # In-place updates of the KV cache count as written. Six launches belong to min_p, which runs only if a row has it.
-    assert step["num_launches"] <= 221 and step["written_bytes"] < 2.35e9
+    # In-place updates of the KV cache count as written. Six launches belong to min_p and three to raw
+    # log-probabilities, which run only if a row has them.
+    assert step["num_launches"] <= 224 and step["written_bytes"] < 2.35e9
 
 
 @pytest.mark.slow

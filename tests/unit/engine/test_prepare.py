@@ -1,5 +1,8 @@
 """Conversion of requests to batches, and of results to outputs."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec import UNSET, structs
@@ -8,11 +11,13 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.requests import PromptOptions, SampledLogprobs, SamplingControls, SamplingParams
 from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, SampleOutput, TopK, TrainerGap
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.engine.sampling_checks import check_params
 from skyrl_tx.server.http.responses import encode_pass
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -93,6 +98,24 @@ def test_means_over_chunks_are_correct_or_absent():
 def test_null_max_tokens_means_up_to_the_context():
     assert prepare.make_sample_request(REQUEST, sample(max_tokens=None), CAPABILITIES).params.max_tokens == 30
     assert prepare.make_sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
+
+
+@pytest.mark.parametrize("kind", ["tempered", "raw"])
+def test_logprobs_that_the_sampler_does_not_offer_are_refused_by_name(kind: str) -> None:
+    """At the temperatures 0 and 1, both kinds are equal unless the logits change."""
+
+    def check(offered: frozenset[SampledLogprobs], **params: Any) -> None:
+        sample = SamplingParams(seed=1, max_tokens=4, raw_logprobs=kind == "raw" or UNSET, **params)
+        check_params(sample, replace(CAPABILITIES, sampled_logprobs=offered))
+
+    others = frozenset[SampledLogprobs]({"tempered", "raw"} - {kind})
+    for offered in (others, frozenset[SampledLogprobs]()):
+        check(offered, temperature=1.0)
+        check(offered, temperature=0.0, top_k=4)
+        for params in ({"temperature": 0.7}, {"controls": SamplingControls(presence_penalty=1.0)}):
+            with pytest.raises(UserError, match=f"sampled_logprobs '{kind}' is not offered at temperature"):
+                check(offered, **params)
+    check(frozenset[SampledLogprobs]({kind}), temperature=0.7)
 
 
 def make_request(num_samples, **params):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks, scale_logits
+from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks, Normalizer
 from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 from skyrl_tx.backends.jax.sample.token_filters import redraw
 
@@ -28,6 +28,7 @@ class DrawParams:
     top_k_S: jax.Array  # int32; off if <= 0
     top_p_S: jax.Array  # float32; off if >= 1
     min_p_S: jax.Array  # float32; off if 0
+    raw_S: jax.Array  # bool: report raw log-probabilities, where they differ from tempered ones
 
 
 @struct.dataclass
@@ -38,7 +39,7 @@ class DrawnTokens:
     """
 
     tokens: Any  # int32
-    logprobs: Any  # float32, of the distribution in `scale_logits`
+    logprobs: Any  # float32, before filters; see `SamplingParams.raw_logprobs`
     topk_tokens: Any  # int32 [..., K], best first; K is 0 if `max_topk` is 0
     topk_logprobs: Any  # float32 [..., K]
 
@@ -53,11 +54,18 @@ class DrawnTokens:
 
 
 def draw(
-    logits_SV: jax.Array, params: DrawParams, position_S: jax.Array, *, max_topk: int = 0, wants_topk: jax.Array
+    logits_SV: jax.Array,
+    params: DrawParams,
+    position_S: jax.Array,
+    model_logits_SV: jax.Array | None = None,
+    *,
+    max_topk: int = 0,
+    wants_topk: jax.Array,
 ) -> DrawnTokens:
     """Draw each row's token number `position_S` (0 is the first new token) from float32 logits.
 
-    If the scalar `wants_topk` is False, the top-k is not computed and is zero.
+    If the scalar `wants_topk` is False, the top-k is not computed and is zero. Raw log-probabilities
+    come from `model_logits_SV`, the logits before they were adjusted; None if they were not.
     """
     blocks = LogitBlocks.from_logits(logits_SV, params.temperature_S)
 
@@ -65,8 +73,14 @@ def draw(
     filters = params.top_k_S, params.top_p_S, params.min_p_S
     drawn_S = redraw(blocks, *filters, key_S2, blocks.pick(uniform(key_S2)))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
-    token_SK, logprob_SK = find_top_k(blocks, logits_SV.shape[1], max_topk, wants_topk)
-    return DrawnTokens(token_S, blocks.get_logprob(token_S), token_SK, logprob_SK)
+
+    # Report the distribution that the client asked for.
+    if model_logits_SV is not None:
+        reported_SV = jnp.where(params.raw_S[:, None], model_logits_SV, logits_SV)
+        blocks = LogitBlocks.from_logits(reported_SV, params.temperature_S)
+    normalizer = blocks.normalize(params.raw_S)
+    token_SK, logprob_SK = find_top_k(blocks, normalizer, logits_SV.shape[1], max_topk, wants_topk)
+    return DrawnTokens(token_S, blocks.get_logprob(token_S, normalizer), token_SK, logprob_SK)
 
 
 def split_seed(seed: int) -> np.ndarray:
@@ -83,7 +97,7 @@ def make_keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> 
 
 
 def find_top_k(
-    blocks: LogitBlocks, num_tokens: int, max_topk: int, wants_topk: jax.Array
+    blocks: LogitBlocks, normalizer: Normalizer, num_tokens: int, max_topk: int, wants_topk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the `max_topk` most likely tokens and their log-probabilities, best first.
 
@@ -93,7 +107,7 @@ def find_top_k(
 
     def compute() -> tuple[jax.Array, jax.Array]:
         logits_SK, token_SK = blocks.find_top_k(shape[1])
-        return token_SK, scale_logits(logits_SK, blocks.highest_S, blocks.temperature_S) - blocks.log_total_S[:, None]
+        return token_SK, normalizer.get_logprobs(logits_SK)
 
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)

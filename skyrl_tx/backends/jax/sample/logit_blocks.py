@@ -41,6 +41,20 @@ class SortPosition:
 
 
 @struct.dataclass
+class Normalizer:
+    """Converts logits of rows to log-probabilities."""
+
+    highest_S: jax.Array
+    temperature_S: jax.Array
+    log_total_S: jax.Array
+
+    def get_logprobs(self, logits: jax.Array) -> jax.Array:
+        """Return the log-probabilities of tokens from their logits [S, ...]."""
+        log_total = self.log_total_S.reshape(-1, *[1] * (logits.ndim - 1))
+        return scale_logits(logits, self.highest_S, self.temperature_S) - log_total
+
+
+@struct.dataclass
 class LogitBlocks:
     """Rows of logits, with the maximum logit and the sum of weights of each block.
 
@@ -109,11 +123,27 @@ class LogitBlocks:
         """Return the logits of K tokens per row [S, K]."""
         return self.logits_RNJ[self._index_S[:, None], token_SK // BLOCK, token_SK % BLOCK]
 
-    def get_logprob(self, token_S: jax.Array) -> jax.Array:
-        """Return the log-probability of each row's token."""
-        return (
-            scale_logits(self.get_sort_position(token_S).logit_S, self.highest_S, self.temperature_S) - self.log_total_S
+    def normalize(self, raw_S: jax.Array | None = None) -> "Normalizer":
+        """Return the distributions of the rows: at temperature 1 where `raw_S` is True.
+
+        The logits are read again only if there is such a row.
+        """
+        if raw_S is None:
+            return Normalizer(self.highest_S, self.temperature_S, self.log_total_S)
+
+        def normalize_raw() -> jax.Array:
+            weight_SN = _materialize(sum_exp(scale_logits(self.logits, self.highest_S, jnp.ones(self.num_rows))))
+            return jnp.where(raw_S, jnp.log(sum_last_dim(weight_SN)), self.log_total_S)
+
+        return Normalizer(
+            highest_S=self.highest_S,
+            temperature_S=jnp.where(raw_S, 1.0, self.temperature_S),
+            log_total_S=jax.lax.cond(raw_S.any(), normalize_raw, lambda: self.log_total_S),
         )
+
+    def get_logprob(self, token_S: jax.Array, normalizer: "Normalizer | None" = None) -> jax.Array:
+        """Return the log-probability of each row's token, by default at the row's temperature."""
+        return (normalizer or self.normalize()).get_logprobs(self.get_sort_position(token_S).logit_S)
 
     def sum_before(self, mark: SortPosition) -> jax.Array:
         """Return the weight of the tokens before `mark` in each block [S, N].

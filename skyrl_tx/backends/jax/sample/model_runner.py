@@ -221,13 +221,16 @@ class ModelRunner:
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
         pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
         logits_1V = programs.compute_first_logits(self._params, pool, np.int32(adapter), last_hidden)
+        raw_logits = [logits_1V] if samples[0].reports_raw and samples[0].adjuster is not None else []
         if (adjuster := samples[0].adjuster) is not None:  # the first tokens of all samples have the same adjustment
             logits_1V = programs.adjust_first_logits(logits_1V, make_adjustment({0: adjuster}, 1, self.vocab_size))
+
         drawn = [
             programs.draw_first(
                 logits_1V,
                 make_draw_params(dict(enumerate(samples[start : start + FIRST_ROWS])), FIRST_ROWS),
                 wants_topk,
+                *raw_logits,
                 max_topk=self._config.max_topk_logprobs,
             )
             for start in range(0, len(samples), FIRST_ROWS)

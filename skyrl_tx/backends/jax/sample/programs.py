@@ -143,11 +143,22 @@ adjust_first_logits = jax.jit(adjust_logits)
 
 
 @partial(jax.jit, static_argnames="max_topk")
-def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *, max_topk: int) -> DrawnTokens:
-    """Draw the first token of M samples of one prompt from its logits."""
-    M = draws.index_S.shape[0]
-    logits_MV = jnp.broadcast_to(logits_1V, (M, logits_1V.shape[1]))
-    return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
+def draw_first(
+    logits_1V: jax.Array,
+    draws: DrawParams,
+    wants_topk: jax.Array,
+    model_logits_1V: jax.Array | None = None,
+    *,
+    max_topk: int,
+) -> DrawnTokens:
+    """Draw the first token of M samples of one prompt from its logits.
+
+    `model_logits_1V` are the logits before they were adjusted, see `draw`.
+    """
+    M, V = draws.index_S.shape[0], logits_1V.shape[1]
+    logits_MV = jnp.broadcast_to(logits_1V, (M, V))
+    model_logits_MV = None if model_logits_1V is None else jnp.broadcast_to(model_logits_1V, (M, V))
+    return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), model_logits_MV, max_topk=max_topk, wants_topk=wants_topk)
 
 
 open_rows = jax.jit(cache_state.open_decode_slice_by_layer, static_argnames=("read_length", "max_tokens"))
@@ -321,10 +332,11 @@ def _run_steps(
         hidden_SD, after = models.decode_step(
             params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.slots
         )
-        logits_SV = models.logits(params, hidden_SD, pool, batch.slots)
+        logits_SV, model_logits_SV = models.logits(params, hidden_SD, pool, batch.slots), None
         if batch.adjustment is not None:
-            logits_SV = adjust_logits(logits_SV, batch.adjustment)
-        drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
+            logits_SV, model_logits_SV = adjust_logits(logits_SV, batch.adjustment), logits_SV
+        position_S, wants_topk = batch.num_drawn_S + n, batch.wants_topk
+        drawn = draw(logits_SV, batch.draws, position_S, model_logits_SV, max_topk=max_topk, wants_topk=wants_topk)
 
         given_S = batch.given_SN[:, n]
         token_S = jnp.where(given_S >= 0, given_S, drawn.tokens)

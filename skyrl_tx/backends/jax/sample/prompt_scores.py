@@ -78,7 +78,9 @@ def score_window(
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, adapter))
     blocks = LogitBlocks.from_logits(logits_PV, jnp.ones(P))
     highest_P, log_total_P = blocks.highest_S, blocks.log_total_S
-    topk_token_PK, topk_logprob_PK = draw.find_top_k(blocks, logits_PV.shape[1], max_topk, wants_topk)
+    topk_token_PK, topk_logprob_PK = draw.find_top_k(
+        blocks, blocks.normalize(), logits_PV.shape[1], max_topk, wants_topk
+    )
 
     # Draw alternatives.
     alt_token_JP, alt_logprob_JP = jnp.zeros((max_alt, P), jnp.int32), jnp.zeros((max_alt, P), jnp.float32)

@@ -149,6 +149,7 @@ def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
         min_p_S=_make_column(
             samples, num_rows, np.float32, 0.0, lambda sample: sample.request.params.active_controls.min_p
         ),
+        raw_S=_make_column(samples, num_rows, np.bool_, False, lambda sample: sample.reports_raw),
     )
 
 

@@ -80,6 +80,12 @@ class RunningSample(OpenSample):
         return self.adjuster is not None and self.adjuster.adjusts(self.position - self.size + 1)
 
     @property
+    def reports_raw(self) -> bool:
+        """Whether raw log-probabilities are reported and differ from tempered ones."""
+        params = self.request.params
+        return bool(params.raw_logprobs) and (params.temperature not in (0, 1) or self.adjuster is not None)
+
+    @property
     def next_token(self) -> int:
         """The token that the next step reads.
 

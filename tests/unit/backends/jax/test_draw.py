@@ -24,7 +24,7 @@ def draw(logits, how: drawing.DrawParams, position, *, wants_topk: bool) -> draw
     return jax.device_get(compiled(logits, how, np.asarray(position, np.int32), wants_topk=np.bool_(wants_topk)))
 
 
-def params(rows: int = ROWS, *, temperature=1.0, top_k=0, top_p=1.0, seed=7) -> drawing.DrawParams:
+def params(rows: int = ROWS, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, raw=False) -> drawing.DrawParams:
     def fill(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype), rows)
 
@@ -35,6 +35,7 @@ def params(rows: int = ROWS, *, temperature=1.0, top_k=0, top_p=1.0, seed=7) -> 
         top_k_S=fill(top_k, np.int32),
         top_p_S=fill(top_p, np.float32),
         min_p_S=fill(0.0, np.float32),
+        raw_S=fill(raw, np.bool_),
     )
 
 
@@ -100,6 +101,43 @@ def test_logprobs_are_of_the_scaled_distribution_before_filters():
     best = np.argsort(-logits, kind="stable")[:5]
     assert (np.asarray(got.topk_tokens) == best).all()
     np.testing.assert_allclose(got.topk_logprobs[0], expected[best], atol=2e-5)
+
+
+def test_raw_logprobs_are_of_the_models_own_distribution():
+    """They depend on neither the temperature nor the filters, and change no token and no other row."""
+    logits, raw = random_logits(seed=4), np.arange(ROWS) % 2 == 0
+    how = {"temperature": np.where(np.arange(ROWS) % 4 < 2, 0.7, 1.5), "top_k": 8, "wants_topk": True}
+    tempered, mixed = (draw_rows(logits, **how, raw=rows) for rows in (False, raw))
+    assert (mixed.tokens == tempered.tokens).all() and (mixed.topk_tokens == tempered.topk_tokens).all()
+    assert (mixed.logprobs[~raw] == tempered.logprobs[~raw]).all()
+    assert (mixed.topk_logprobs[~raw] == tempered.topk_logprobs[~raw]).all()
+
+    logprobs = np.log(exact(logits, 1.0, 0, 1.0))
+    np.testing.assert_allclose(mixed.logprobs[raw], logprobs[mixed.tokens[raw]], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(mixed.topk_logprobs[raw], logprobs[mixed.topk_tokens[raw]], rtol=0, atol=2e-6)
+    assert len(set(mixed.logprobs[raw][mixed.tokens[raw] == mixed.tokens[0]])) == 1  # at both temperatures
+    at_one = draw_rows(logits, temperature=1.0, wants_topk=False)
+    both = np.intersect1d(at_one.tokens, mixed.tokens[raw])
+    assert both.size > 4
+    for token in both:  # the same bits as at temperature 1
+        assert mixed.logprobs[raw][mixed.tokens[raw] == token][0] == at_one.logprobs[at_one.tokens == token][0]
+
+
+def test_raw_logprobs_are_of_the_logits_before_they_are_adjusted():
+    logits, banned = random_logits(seed=5), np.arange(VOCAB) % 3 > 0
+    rows, changed = np.tile(logits, (ROWS, 1)), np.where(banned, -np.inf, logits / 2)
+    raw = np.arange(ROWS) % 2 == 0
+    changed_rows, position = np.tile(changed, (ROWS, 1)).astype(np.float32), np.zeros(ROWS, np.int32)
+    drawn = jax.device_get(compiled(changed_rows, params(raw=raw), position, rows, wants_topk=np.bool_(True)))
+
+    assert not banned[drawn.tokens].any()
+    for is_raw, own in ((True, logits), (False, changed)):
+        with np.errstate(divide="ignore"):
+            logprobs = np.log(exact(own, 1.0, 0, 1.0))
+        chosen = raw == is_raw
+        np.testing.assert_allclose(drawn.logprobs[chosen], logprobs[drawn.tokens[chosen]], rtol=0, atol=2e-6)
+        best = -np.sort(-logprobs)[:5]
+        np.testing.assert_allclose(drawn.topk_logprobs[chosen], np.tile(best, (chosen.sum(), 1)), rtol=0, atol=2e-6)
 
 
 def test_batch_invariance():

@@ -198,6 +198,39 @@ def test_a_sample_does_not_depend_on_others(tiny: TinyModel) -> None:
     assert [token % 2 for token in odd] == [1 - n % 2 for n in range(len(odd))]
 
 
+def test_raw_logprobs_are_those_of_the_model(tiny: TinyModel) -> None:
+    """They ignore controls and temperature, change no token and no neighbour, and have the same bits in company."""
+    adjusted = make_adjusted("all", make_prompt(9), CONTROLS["all"], max_tokens=20, temperature=0.7, samples=2)
+    early = make_adjusted("early", make_prompt(20), {"min_tokens": 6}, max_tokens=20)
+    tempered = [
+        replace(adjusted, options=PromptOptions(sample_topk=3)),
+        constrain(early),
+        make_request("plain", make_prompt(9), max_tokens=20, samples=3, temperature=1.4, sampler=RED),
+    ]
+    raw = [
+        replace(
+            request,
+            request_id=RequestId(f"raw {request.request_id}"),
+            params=replace(request.params, raw_logprobs=True),
+        )
+        for request in tempered
+    ]
+
+    alone = {key: bits for request in [*tempered, *raw] for key, bits in run(start(tiny), request).bits.items()}
+    together = run(start(tiny), *tempered, *raw)
+    assert together.bits == alone
+
+    for other, request in zip(tempered, raw, strict=True):
+        for index in range(request.num_samples):
+            sequence = together.sequence(request.request_id, index)
+            assert sequence.tokens.tolist() == together.sequence(other.request_id, index).tokens.tolist()
+            rows = np.asarray(jax.nn.log_softmax(compute_logits(tiny, request, sequence.tokens)))
+            own = rows[np.arange(len(rows)), sequence.tokens]
+            np.testing.assert_allclose(sequence.logprobs, own, rtol=0, atol=2e-5)
+            if sequence.topk is not None:
+                np.testing.assert_allclose(sequence.topk.logprobs, -np.sort(-rows, axis=1)[:, :3], rtol=0, atol=2e-5)
+
+
 def test_preempted_samples_are_recomputed_with_the_same_bits(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve samples need two pages each, but the cache has only 14 pages."""
     penalties = SamplingControls(frequency_penalty=1.0, repetition_penalty=1.1)

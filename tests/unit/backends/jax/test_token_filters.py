@@ -131,6 +131,7 @@ def params(top_k: int | np.ndarray, top_p: float | np.ndarray, min_p: float | np
         top_k_S=np.broadcast_to(top_k, ROWS).astype(np.int32),
         top_p_S=np.broadcast_to(top_p, ROWS).astype(np.float32),
         min_p_S=np.broadcast_to(min_p, ROWS).astype(np.float32),
+        raw_S=np.zeros(ROWS, np.bool_),
     )
 
 

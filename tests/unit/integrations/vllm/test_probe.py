@@ -1,8 +1,10 @@
 """Startup errors name the features that a server lacks."""
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skyrl_tx.contract.errors import UserError
@@ -10,7 +12,8 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
-from tests.support.vllm_world import World, draw, request
+from skyrl_tx.testing.fake.bigram import log_softmax, logits
+from tests.support.vllm_world import World, draw, get_tokens, request
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,7 @@ from tests.support.vllm_world import World, draw, request
     [
         ({"enable_scale_out": False}, r"/inference/v1/generate: start it with --enable-scale-out"),
         ({"lora_routes": False}, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and add --enable-lora"),
-        ({"logprobs_mode": "raw_logprobs"}, r"ignore the temperature: .*--logprobs-mode processed_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, r"logits: start it with --logprobs-mode processed_logprobs or raw_logprobs"),
         ({"max_logprobs": 1}, r"--max-logprobs 21"),
         ({"api_key": "secret"}, r"check that this is a vLLM server"),
     ],
@@ -49,6 +52,37 @@ def test_capabilities_are_the_smaller_ones_of_all_servers(world: World, caplog: 
     assert (both.max_topk_logprobs, both.max_alt_tokens, both.offers_target_logprobs) == (4, 0, False)
     assert both.max_models == world.capabilities.max_models and both.losses == world.capabilities.losses
     assert "--max-model-len" in caplog.text and "--max-logprobs 21" in caplog.text
+
+
+def test_the_mode_of_the_servers_decides_which_logprobs_samples_have(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(sampler: VllmSampler) -> Collection[str]:
+        try:
+            return sampler.start(world.capabilities).sampled_logprobs
+        finally:
+            sampler.close()
+
+    world.stub()
+    assert start(VllmSampler("tiny", world.config())) == {"tempered"}
+    world.stubs.clear()
+    world.stub(logprobs_mode="raw_logprobs")
+    with caplog.at_level(logging.WARNING):
+        assert start(VllmSampler("tiny", world.config())) == {"raw"}
+    assert "--sampled-logprobs raw" in caplog.text
+
+    # vLLM computes raw log-probabilities before all filters.
+    sample = request(temperature=0.5, top_k=4, top_p=0.8, raw_logprobs=True)
+    deltas = draw(world.sampler(), sample)
+    tokens = np.array(get_tokens(deltas))
+    previous = np.append(sample.prompt[-1], tokens[:-1]).astype(np.int32)
+    rows = log_softmax(logits(previous, None, world.capabilities.vocab_size))
+    found = np.concatenate([delta.logprobs for delta in deltas])
+    np.testing.assert_allclose(found, rows[np.arange(tokens.size), tokens], rtol=0, atol=1e-6)
+
+    world.stub()
+    with pytest.raises(UserError, match="set the same --logprobs-mode"):
+        world.sampler()
 
 
 def test_a_server_without_a_base_model_is_named(world: World):

@@ -84,7 +84,7 @@ def test_controls_that_change_something_are_passed_on():
 )
 def test_a_constraint_of_the_client_is_passed_on(kind: str, text: str, sent: dict):
     made = request(controls=SamplingControls(constraint=Constraint(kind=kind, text=text)))
-    wire.check_sample(made, renormalizes=False)
+    wire.check_sample(made, allows_filters=False)
     assert body(made)["sampling_params"]["structured_outputs"] == sent
 
 
@@ -118,14 +118,14 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
 )
 def test_what_vllm_would_sample_otherwise_is_refused_by_name(params: dict[str, float], message: str):
     with pytest.raises(UserError, match=message):
-        wire.check_sample(request(**params), renormalizes=False)
+        wire.check_sample(request(**params), allows_filters=False)
 
 
 def test_filters_are_allowed_for_greedy_samples_and_by_a_setting():
-    wire.check_sample(request(temperature=0.0, top_k=5, top_p=0.5), renormalizes=False)
-    wire.check_sample(request(top_k=5, top_p=0.5), renormalizes=True)
+    wire.check_sample(request(temperature=0.0, top_k=5, top_p=0.5), allows_filters=False)
+    wire.check_sample(request(top_k=5, top_p=0.5), allows_filters=True)
     with pytest.raises(UserError, match="temperature"):
-        wire.check_sample(request(temperature=0.001), renormalizes=True)
+        wire.check_sample(request(temperature=0.001), allows_filters=True)
 
 
 def test_an_event_has_tokens_log_probabilities_and_the_likeliest_ones():
