@@ -25,6 +25,8 @@ _OBJECT_KEYWORDS = frozenset(
 ) | {"title", "description"}
 """Keywords of the parameters of a tool in the formats that name each parameter."""
 _LINE, _JSON_BLOCK, _FUNCTION = "\n", "\n```json\n", "<function={}>\n"
+_DSML = "｜DSML｜"
+"""A part of the marks of DeepSeek V3.2. It is one token there."""
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -43,13 +45,24 @@ class GrammarWriter:
         return name
 
     def mark(self, mark: str) -> str:
-        """Return an expression for a mark: its token, or its text if it is no single token."""
+        """Return an expression for a mark: its token, or its text if it is no single token.
+
+        A token inside of the mark is also possible.
+        """
         token = self._find_token(mark)
+        if token is None and _DSML in mark and self._find_token(_DSML) is not None:
+            before, _, after = mark.partition(_DSML)
+            return f"{write_text(before)} {self.mark(_DSML)} {write_text(after)}"
         return write_text(mark) if token is None else f"<[{token}]>"
 
     def text_until(self, mark: str, after: str = "") -> str:
         """Return an expression for any text that ends with a mark, followed by the text `after`."""
         token = self._find_token(mark)
+        before, inner, rest = mark.partition(_DSML)
+        if token is None and inner and self._find_token(inner) is not None:
+            # The token ends the text, so the text must end with the beginning of the mark
+            text = self.add(f"/(?s:.*){re.escape(before).replace('/', chr(92) + '/')}/")
+            return f"{text} {self.mark(inner)} {write_text(rest + after)}"
         if token is None:
             name = f"r{len(self._rules)}"
             self._rules[f"{name}[suffix={write_text(mark + after)}]"] = ANY_TEXT
@@ -171,7 +184,7 @@ def _write_xml(writer: GrammarWriter, tools: Tools, template: str) -> tuple[str,
     calls = [
         f"{write_text(_FUNCTION.format(name))} "
         + _write_parameters(
-            writer, schema, field, lambda key: write_text(f"<parameter={key}>{_LINE}"), "\n</parameter>"
+            writer, schema, field, lambda key, _: write_text(f"<parameter={key}>{_LINE}"), "\n</parameter>"
         )
         + ' "</function>"'
         for name, schema, field in tools
@@ -184,7 +197,7 @@ def _write_glm(writer: GrammarWriter, tools: Tools, template: str) -> tuple[str,
     marks = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")
     start, end, key_start, key_end, value_start = map(writer.mark, marks)
 
-    def open_parameter(key: str) -> str:
+    def open_parameter(key: str, is_text: bool) -> str:
         return f'{key_start} {write_text(key)} {key_end} "\\n" {value_start}'
 
     calls = [
@@ -192,6 +205,35 @@ def _write_glm(writer: GrammarWriter, tools: Tools, template: str) -> tuple[str,
         for name, schema, field in tools
     ]
     return f"{start} {writer.add(' | '.join(f'({call})' for call in calls))} {end}", '"\\n"'
+
+
+def _write_dsml(writer: GrammarWriter, tools: Tools, template: str) -> tuple[str, str]:
+    start, parameter = writer.mark(f"<{_DSML}invoke"), writer.mark(f"<{_DSML}parameter")
+
+    def open_parameter(key: str, is_text: bool) -> str:
+        attributes = f' name="{key}" string="{str(is_text).lower()}">'
+        return f"{parameter} {write_text(attributes)}"
+
+    calls: list[str] = []
+    for name, schema, field in tools:
+        head = write_text(f' name="{name}">\n')
+        parameters = _write_parameters(writer, schema, field, open_parameter, f"</{_DSML}parameter>")
+        calls.append(f"{start} {head} {parameters}")
+    call = writer.add(" | ".join(f"({call})" for call in calls))
+    return f'{call} {writer.mark(f"</{_DSML}invoke>")} "\\n"', ""
+
+
+def _write_pythonic(writer: GrammarWriter, tools: Tools, template: str) -> tuple[str, str]:
+    calls: list[str] = []
+    for name, schema, field in tools:
+        # From the last parameter to the first: the expression after another parameter, and at the beginning
+        following, beginning, shared = "", '""', _get_shared(schema)
+        for key, parameter, is_required, _ in reversed(list(_list_parameters(schema, field))):
+            value = writer.add(f"{write_text(f'{key}=')} {write_json_rule({**parameter, **shared})}")
+            beginning = writer.add(f"{value} {following}" + ("" if is_required else f" | {beginning}"))
+            following = writer.add((f'", " {value}' if is_required else f'(", " {value})?') + f" {following}")
+        calls.append(f'({write_text(f"{name}(")} {beginning} ")")')
+    return " | ".join(calls), '", "'
 
 
 WRITERS: Mapping[str, tuple[CallWriter, str, str]] = {
@@ -203,6 +245,8 @@ WRITERS: Mapping[str, tuple[CallWriter, str, str]] = {
     "mistral": (_write_mistral, "", ""),
     "qwen3_coder": (_write_xml, "", ""),
     "glm": (_write_glm, "", ""),
+    "deepseek_v32": (_write_dsml, f"<{_DSML}function_calls>\n", f"</{_DSML}function_calls>"),
+    "llama4": (_write_pythonic, "[", "]"),
 }
 """By the name of a form: the function that writes a call, and the marks around all calls."""
 
@@ -214,6 +258,8 @@ def write_calls(writer: GrammarWriter, form: str, tools: Tools, template: str, *
     name = writer.add(call)
     is_single = has_one_call or form == "harmony"
     calls = name if is_single else f"{name} ({f'{between} {name}'.strip()})*"
+    if len(start) == 1:  # a sign that is also a part of other tokens
+        return f"{write_text(start)} {calls} {write_text(end)}"
     return f"{writer.mark(start)} {calls} {writer.mark(end)}" if start else calls
 
 
@@ -221,12 +267,28 @@ _UNENFORCED = "the format in which this model writes tool calls cannot enforce t
 
 
 def _write_parameters(
-    writer: GrammarWriter, schema: Schema, field: str, open_parameter: Callable[[str], str], end: str
+    writer: GrammarWriter, schema: Schema, field: str, open_parameter: Callable[[str, bool], str], end: str
 ) -> str:
     """Return an expression for the parameters of a tool, in the order of the schema.
 
-    `open_parameter` returns the expression before the value of a parameter. The text `end` and a
-    line break follow the value. Raises FieldError for a schema that this form cannot enforce.
+    `open_parameter` returns the expression before the value of a parameter; it gets the name, and
+    whether the value is text without quotes. The text `end` and a line break follow the value.
+    Raises FieldError for a schema that this form cannot enforce.
+    """
+    shared = _get_shared(schema)
+    rules: list[str] = []
+    for name, parameter, is_required, where in _list_parameters(schema, field):
+        is_text = _is_text(parameter)
+        value = _write_value(writer, parameter, shared, where, field, end)
+        rule = writer.add(f"{open_parameter(name, is_text)} {value}")
+        rules.append(rule if is_required else f"{rule}?")
+    return " ".join(rules)
+
+
+def _list_parameters(schema: Schema, field: str) -> Iterator[tuple[str, Schema, bool, str]]:
+    """Yield the name and the schema of each parameter, whether it is required, and the path of its schema.
+
+    Raises FieldError for a schema of the tool that forms with named parameters cannot enforce.
     """
     for keyword in schema:
         require(keyword in _OBJECT_KEYWORDS, f"{field}.{keyword}: {_UNENFORCED}", field=field)
@@ -235,27 +297,34 @@ def _write_parameters(
     for name in required:
         require(name in properties, f"{field}.required: {quote_value(name)} is not in `properties`", field=field)
 
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    rules: list[str] = []
     for name, inner in properties.items():
         where = f"{field}.properties.{name}"
         require(_PARAMETER.fullmatch(name) is not None, f"{where}: {_UNENFORCED}", field=field)
         parameter: Schema = inner if isinstance(cast(object, inner), dict) else {}
-        value = _write_value(writer, parameter, shared, where, field, end)
-        rule = writer.add(f"{open_parameter(name)} {value}")
-        rules.append(rule if name in required else f"{rule}?")
-    return " ".join(rules)
+        yield name, parameter, name in required, where
+
+
+def _get_shared(schema: Schema) -> Schema:
+    """Return the definitions that the schemas of all parameters may use."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def _list_constants(schema: Schema) -> list[object]:
+    return cast(list[object], schema["enum"] if "enum" in schema else [schema[n] for n in ("const",) if n in schema])
+
+
+def _is_text(schema: Schema) -> bool:
+    """Whether a value of a schema is written without quotes."""
+    return "string" in list_types(schema) or any(isinstance(constant, str) for constant in _list_constants(schema))
 
 
 def _write_value(writer: GrammarWriter, schema: Schema, shared: Schema, where: str, field: str, end: str) -> str:
     """Return an expression for the value of a parameter, the text `end` and a line break."""
-    constants = cast(
-        list[object], schema["enum"] if "enum" in schema else [schema[n] for n in ("const",) if n in schema]
-    )
+    constants = _list_constants(schema)
     texts = [constant for constant in constants if isinstance(constant, str)]
     before, mark = ('"\\n"', end[1:]) if end.startswith("\n") else ("", end)
     closing = f'{before} {writer.mark(mark)} "\\n"'
-    if "string" not in list_types(schema) and not texts:
+    if not _is_text(schema):
         return f"{write_json_rule({**schema, **shared})} {closing}"
 
     # Text is written without quotes

@@ -66,6 +66,15 @@ CALLS = {
         "<arg_value>a </b>\nc</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         "",
     ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="note" string="true">a </b>\nc</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+    ),
+    "llama4": ('[find(city="Oslo", note="a </b>\\nc", days=3)]', ""),
 }
 """By form: one call, and a part of the chat template."""
 
@@ -85,12 +94,11 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def test_every_form_with_tool_calls_has_a_grammar() -> None:
-    without_grammar = {"deepseek_v32", "llama4"}
-    assert set(WRITERS) | without_grammar == {name for name, form in FORMS.items() if form.has_calls}
+    assert set(WRITERS) == {name for name, form in FORMS.items() if form.has_calls}
 
 
-@pytest.mark.parametrize("form", ["deepseek_v32", "llama4"])
-def test_a_form_without_a_grammar_refuses_forced_calls_by_name(form: str) -> None:
+def test_a_form_without_a_grammar_refuses_forced_calls_by_name() -> None:
+    form = next(name for name, form in FORMS.items() if not form.has_calls)
     text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=TOKENIZER)
     prompt = ChatPrompt("", [], FORMS[form], TOOLS)
     constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt)
@@ -110,6 +118,59 @@ def test_the_grammar_allows_what_the_parser_reads(name: str) -> None:
     [call] = parser.feed(text, is_last=True)
     assert isinstance(call, ToolCall)
     assert (call.name, json.loads(call.arguments)) == ("find", FIND)
+
+
+@pytest.mark.parametrize("form", ["deepseek_v32", "llama4"])
+def test_optional_parameters_and_values_of_all_types(form: str) -> None:
+    """The reader gets the values that the grammar allows, with any of the optional parameters left out."""
+    kinds = {"flag": {"type": "boolean"}, "no": {"type": "null"}, "x": {"type": "number"}, "s": {"type": "string"}}
+    kinds |= {"list": {"type": "array", "items": {"type": "integer"}}, "o": {"type": "object"}}
+    schema = {"type": "object", "properties": kinds, "required": ["x"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = write(form, "", tools)
+    values = {"flag": True, "no": None, "x": -1.5, "s": 'a "b", (c)]', "list": [1, 2], "o": {"k": [True, None]}}
+    names = list(kinds)
+
+    for chosen in ([*names], ["x"], ["flag", "x"], ["x", "o"], ["no", "x", "s"]):
+        given = {name: values[name] for name in chosen}
+        text = _write_call(form, given)
+        assert accepts(grammar, text), text
+        [call] = FORMS[form].create_parser("", tools, separates_reasoning=True).feed(text, is_last=True)
+        assert isinstance(call, ToolCall) and json.loads(call.arguments) == given
+    for chosen in (["flag"], [], ["s", "x"]):  # without the required one, and in another order
+        assert not accepts(grammar, _write_call(form, {name: values[name] for name in chosen}))
+
+
+def test_the_mark_of_deepseek_v32_may_be_a_token() -> None:
+    """Its tokenizer has a token for a part of the marks. The same characters as text are not a mark."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.add_special_tokens(["｜DSML｜"])
+    writer = GrammarWriter(tokenizer.token_to_id)
+    tools = Tools(TOOLS, ["tools[0].function.parameters", "tools[1].function.parameters"])
+    grammar = writer.join(write_calls(writer, "deepseek_v32", tools, "", has_one_call=False))
+    library = LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size())
+
+    text, _ = CALLS["deepseek_v32"]
+    for encode, is_call in ((tokenizer, True), (TOKENIZER, False)):
+        for call in (text, text.replace("Oslo", "Bern")):
+            matcher = LLMatcher(library, grammar, log_level=0, limits=make_limits())
+            assert not matcher.is_error(), matcher.get_error()
+            tokens = encode.encode(call, add_special_tokens=False).ids
+            accepted = matcher.consume_tokens(tokens) and matcher.is_accepting()
+            assert accepted == (is_call and call == text)
+
+
+def _write_call(form: str, arguments: dict[str, object]) -> str:
+    if form == "llama4":
+        return f"[f({', '.join(f'{name}={json.dumps(value)}' for name, value in arguments.items())})]"
+    parameters = "".join(
+        f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
+        f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
+        for name, value in arguments.items()
+    )
+    return (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{parameters}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
