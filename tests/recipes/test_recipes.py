@@ -6,17 +6,24 @@ defaults.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytestmark = pytest.mark.slow
 
 MODEL_NAME = "Qwen/Qwen3-8B"
 Metrics = list[dict[str, Any]]
+
+
+def count_shared_tokens(url: str) -> float:
+    (count,) = re.findall(r"^skyrl_tx_shared_tokens_total ([\d.e+]+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    return float(count)
 
 
 def get_values(metrics: Metrics, name: str) -> list[float]:
@@ -82,6 +89,8 @@ class Recipe:
     module: str
     arguments: tuple[str, ...]
     check: Callable[[Metrics], None]
+    shares_prompts: bool = False
+    """Whether its requests have multiple examples with one prompt, which the server then computes once."""
 
 
 NO_EVALS = "eval_every=0"
@@ -103,11 +112,14 @@ RECIPES = {
         arguments=("file_path=chats.jsonl", "batch_size=16", "max_steps=3", "learning_rate=1e-3"),
         check=check_learning,
     ),
-    "rl_basic": Recipe(module="rl_basic", arguments=("max_tokens=32", FROM_CHECKPOINT), check=check_reinforcement),
+    "rl_basic": Recipe(
+        module="rl_basic", arguments=("max_tokens=32", FROM_CHECKPOINT), check=check_reinforcement, shares_prompts=True
+    ),
     "math_rl arithmetic": Recipe(
         module="math_rl.train",
         arguments=("eval_every=1", "compute_post_kl=True", *SUMS),
         check=check_reinforcement,
+        shares_prompts=True,
     ),
     "math_rl gsm8k": Recipe(
         module="math_rl.train",
@@ -130,7 +142,12 @@ RECIPES = {
         arguments=("max_steps_off_policy=1", NO_EVALS, *SUMS),
         check=check_reinforcement,
     ),
-    "dpo": Recipe(module="preference.dpo.train", arguments=("batch_size=8", "max_steps=3"), check=check_preference),
+    "dpo": Recipe(
+        module="preference.dpo.train",
+        arguments=("batch_size=8", "max_steps=3"),
+        check=check_preference,
+        shares_prompts=True,
+    ),
     "shorter": Recipe(module="preference.shorter.train", arguments=("batch_size=4", *SHORT), check=check_reinforcement),
     "on_policy_distillation": Recipe(
         module="distillation.on_policy_distillation",
@@ -204,8 +221,11 @@ SIMILAR_RECIPES = ("math_rl gsm8k", "sdft reverse", "twenty_questions")
 def test_recipe(recipes_directory: Any, recipes_server_url: str, checkpoint: str, name: str) -> None:
     recipe = RECIPES[name]
     arguments = [argument.replace("{checkpoint}", checkpoint) for argument in recipe.arguments]
+    num_shared = count_shared_tokens(recipes_server_url)
     metrics = recipes_directory.run(recipe.module, recipes_server_url, *arguments, log=name)
     recipe.check(metrics)
+    if recipe.shares_prompts:
+        assert count_shared_tokens(recipes_server_url) > num_shared
     steps = [row["step"] for row in metrics]
     assert all(isinstance(step, int) for step in steps) and steps[0] == 0 and steps == sorted(steps), (
         "the recipe numbers its steps from 0, and no metric of the server overwrites `step`"
