@@ -93,7 +93,7 @@ def test_clients_of_untested_releases_are_warned(server: Server) -> None:
     ):
         headers = {"x-stainless-package-version": version}
         created = server.client.post("/api/v1/create_session", json={"tags": []}, headers=headers).json()
-        assert (f"this is {version}" in created.get("warning_message", "")) == is_warned
+        assert (f"the client has {version}" in created.get("warning_message", "")) == is_warned
 
 
 @pytest.mark.parametrize(
