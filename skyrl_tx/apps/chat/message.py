@@ -83,8 +83,12 @@ class Form:
         return Form(blocks, self.clues, self.inner_marks if calls or self.has_headers else (), self.has_headers)
 
 
-def _make_call(read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False) -> MessageBlock:
-    return MessageBlock(kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first)
+def _make_call(
+    read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False, needs_end: bool = False
+) -> MessageBlock:
+    return MessageBlock(
+        kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first, needs_end=needs_end
+    )
 
 
 def _drop(mark: str) -> MessageBlock:
@@ -169,13 +173,13 @@ FORMS: Mapping[str, Form] = {
             *_THOUGHTS,
             _make_call(tool_calls.read_xml, _CALL, _END_CALL),
             # Qwen3-Coder sometimes forgets the first mark
-            _make_call(tool_calls.read_xml, "<function=", "</function>"),
+            _make_call(tool_calls.read_xml, "<function=", "</function>", needs_end=True),
             _drop(_END_CALL),
         ),
         clues=("<function=",),
     ),
     # GLM-4.5 to 4.7
-    "glm": Form((*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL)), clues=("<arg_key>",)),
+    "glm": Form((*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL, needs_end=True)), clues=("<arg_key>",)),
     # Hermes, Qwen2.5 and Qwen3
     "hermes": Form((*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), clues=(_CALL,)),
     # Llama 4, and Llama 3.2 with the same instructions

@@ -128,12 +128,14 @@ def read_llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 def read_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     """Read `<function=name><parameter=key>value</parameter></function>`, for example of Qwen3-Coder.
 
-    Line breaks at the beginning and end of a value are not part of it.
+    Line breaks at the beginning and end of a value are not part of it. A call that is cut off between
+    two parameters is malformed. Without `<tool_call>`, the caller has removed `</function>`.
     """
+    has_ends = text.startswith("<tool_call>")
     for piece in text.split("<function=")[1:]:
         name, mark, body = piece.partition(">")
-        if not mark:
-            raise ValueError("the name is cut off")
+        if not mark or (has_ends and "</function>" not in body.rpartition("</parameter>")[2]):
+            raise ValueError("the call is cut off")
         pairs = _split_pairs(body, "<parameter=", ">", "</parameter>")
         values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
         yield _convert_call(_read_name(name), values, schemas)

@@ -173,6 +173,17 @@ def _write_call(form: str, arguments: dict[str, object]) -> str:
     )
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "harmony"])
+def test_a_call_that_is_cut_off_has_all_arguments_or_stays_text(name: str) -> None:
+    """In harmony, a call without arguments has no text either, so its beginning is such a call."""
+    text, _ = CALLS[name]
+    form = FORMS[name.split()[0]]
+    for cut in range(len(text)):
+        parts = form.create_parser("", TOOLS, separates_reasoning=True).feed(text[:cut], is_last=True)
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        assert all((call.name, json.loads(call.arguments)) == ("find", FIND) for call in calls), text[:cut]
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("old, new", [("Oslo", "Bern"), ("3", "77"), ("find", "seek"), ("city", "town")])
 def test_the_grammar_refuses_other_names_and_arguments(name: str, old: str, new: str) -> None:
