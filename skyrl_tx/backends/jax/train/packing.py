@@ -227,7 +227,7 @@ def plan_micro_batches(
             members = rows[first : first + num_rows]
             plans.append(_make_plan(members, sizes, row_budget, num_rows, num_targets, multiple, choose_length))
 
-        if shares_prefixes and (prefix_groups := _find_groups(examples, order, row_budget)):
+        if shares_prefixes and len(order) > 1 and (prefix_groups := _find_groups(examples, order, row_budget)):
             # Rows as long as the plain ones take no more memory. Longer ones may have less padding.
             plain = plans[first_plan:]
             limits = {min(max(plan.length for plan in plain), row_budget), row_budget}
