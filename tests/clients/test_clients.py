@@ -59,6 +59,11 @@ def test_client_gets_the_same_text(
     assert printed["text"] == get_expected_text(stack)
 
 
+def test_replies_have_the_form_that_clients_ask_for(tmp_path: Path, client_environment: Prepare) -> None:
+    with live_stack("jax", tmp_path, tool_parser="hermes") as stack:
+        client_environment(CHAT_CLIENTS).run(HERE / "constraints_client.py", stack.url, PUBLIC_NAME, timeout_s=600.0)
+
+
 def test_lm_eval_gets_the_log_likelihoods_of_compute_logprobs(stack: LiveStack, client_environment: Prepare) -> None:
     pairs = [["Natalia sold", " 48 clips"], ["How many clips", " did she sell?"], ["2 + 2 =", " 4"]]
     done = client_environment(LM_EVAL).run(
