@@ -91,7 +91,14 @@ def bench(tmp_path_factory) -> Iterator[BackendDriver]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.7, -1, 1.0), (1.0, 7, 1.0), (1.0, -1, 0.8), (1.3, 12, 0.7)],
+    [
+        (1.0, -1, 1.0),
+        (1.3, 12, 0.7),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in ((0.6, -1, 1.0), (1.7, -1, 1.0), (1.0, 7, 1.0), (1.0, -1, 0.8))
+        ),
+    ],
 )
 def test_draws_match_the_reference_distribution(
     bench: BackendDriver, temperature: float, top_k: int, top_p: float

@@ -113,8 +113,8 @@ def test_a_row_of_16k_tokens_on_eight_devices(tmp_path: Path, mesh: str) -> None
         ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}, "shared"),
         pytest.param("Qwen3_5MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=EXHAUSTIVE),
         pytest.param("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
-        ("DeepseekV3ForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
-        ("NemotronHForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
+        pytest.param("DeepseekV3ForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=EXHAUSTIVE),
+        pytest.param("NemotronHForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=EXHAUSTIVE),
         pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
         pytest.param(
             "Gemma3ForCausalLM", {"fsdp=2,tp=4": 8}, "shared", marks=EXHAUSTIVE

@@ -70,7 +70,13 @@ def test_history_of_a_run_is_there_to_compare(calm_outcomes: dict[int, Outcome])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ENGINE_POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=pytest.mark.exhaustive if index % 4 else ())
+        for index, point in enumerate(ENGINE_POINTS)
+    ],
+)
 def test_a_kill_at_each_crash_point_changes_no_bit(calm_outcomes: dict[int, Outcome], point: Point) -> None:
     # A replay needs an earlier crash, with log records after the newest snapshot.
     first = [Kill("engine", "engine.answer", 8)] if point.startswith("replay") else []

@@ -34,7 +34,8 @@ def test_every_history_keeps_the_promises(part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("histories", "seed"), [(500, 151), pytest.param(1000, 10001, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("histories", "seed"), [(500, 151), (1000, 10001)])
 def test_many_other_histories_keep_the_promises(histories, seed):
     done = simulate("--histories", str(histories), "--seed", str(seed), "--jobs", "2", timeout_s=1800)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +57,13 @@ def test_equal_seeds_give_equal_histories_also_without_prepared_statements():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MUTATIONS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if index % 3 else ())
+        for index, name in enumerate(sorted(MUTATIONS))
+    ],
+)
 def test_guarantee_that_is_taken_out_is_missed(name):
     _, kinds = MUTATIONS[name]
     done = simulate("--histories", "1200", "--kinds", kinds, "--without", name, "--most-violations", "1")

@@ -98,6 +98,7 @@ def test_values_of_the_build_argument_are_extras() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_install_steps_give_a_working_command(tmp_path: Path) -> None:
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()

@@ -93,7 +93,8 @@ def compile_programs(client_environment, model: Path, names: str, *flags: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["h200:1", pytest.param("v5e:1x1", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["h200:1", "v5e:1x1"])
 def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_path: Path, client_environment) -> None:
     write_model(tmp_path, num_layers=8, hidden_size=256, max_context_length=32768)
     # These tokens exceed the on-chip memory of a TPU, which is not counted.
@@ -108,6 +109,7 @@ def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) -> None:
     """It is not gathered for each of the eight chunks of log-probabilities of 2,048 tokens."""
     write_model(tmp_path, num_layers=3, vocab_size=16384, hidden_size=128)
@@ -120,6 +122,7 @@ def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_that_devices_gather_are_not_copied(tmp_path: Path, client_environment) -> None:
     """A copy of all layers would exceed the rest of the program: they are most of the memory."""
     write_model(tmp_path, num_layers=48, hidden_size=512, mlp_size=2048)
@@ -202,6 +205,7 @@ def test_programs_compile_for_one_device_and_for_eight(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_devices_of_dp_add_up_gradients_and_send_no_weights(tmp_path: Path, client_environment) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 4}))
     flags = ("--device", "h200:8", "--mesh", "dp=8", "--context", "512", "--backend-config.micro-batch-tokens", "8192")
@@ -230,6 +234,7 @@ def test_a_decode_step_with_an_adapter_copies_no_weights(tmp_path: Path, client_
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_devices_exchange_logits_and_not_the_unembedding(tmp_path: Path, client_environment) -> None:
     """In a decode step, each device computes its part of the vocabulary.
 

@@ -92,8 +92,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 DEFAULT = ("qwen3-tied", SINKS)
 """A dense model, and a model with experts and windows in every other layer."""
-SLOW = (CYCLE, SHARED, LATENTS, OUTPUT_NORMS, MAMBA)
-"""Models with parts that the default models lack.
+SLOW = (CYCLE, LATENTS)
+"""Models with parts that the default models lack: delta nets and latents.
 
 The remaining models run with `make exhaustive`. The conformance tests cover them too.
 """

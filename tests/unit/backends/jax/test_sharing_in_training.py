@@ -222,7 +222,7 @@ def test_other_families_share(architecture: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [MOE, LATENTS, OUTPUT_NORMS])
+@pytest.mark.parametrize("architecture", [MOE, LATENTS, pytest.param(OUTPUT_NORMS, marks=pytest.mark.exhaustive)])
 def test_more_families_share(architecture: str) -> None:
     test_other_families_share(architecture)
 
