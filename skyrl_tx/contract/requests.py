@@ -214,9 +214,9 @@ class SamplingControls:
        subtracted.
     5. `presence_penalty` is subtracted for tokens that are in the sample.
 
-    The log-probabilities that a sample reports include these changes, unless they are raw. After the temperature and
-    before top-k, `min_p` removes the tokens that are less than `min_p` times as likely as the
-    likeliest token. Like top-k, it does not change the reported log-probabilities.
+    The log-probabilities that a sample reports include these changes, unless they are raw. After
+    the temperature and before top-k, `min_p` removes the tokens that are less than `min_p` times as
+    likely as the likeliest token. Like top-k, it does not change the reported log-probabilities.
     """
 
     min_p: float = 0.0
