@@ -124,10 +124,10 @@ class RetentionRule:
 
     While a rule removes that many rows, it runs again soon.
     """
-    remove_runs: Callable[[Session, Sequence[ModelId]], object] | None = None
+    on_run_removed: Callable[[Session, Sequence[ModelId]], object] | None = None
     """Removes the dependent rows of runs that are permanently removed."""
-    delete_runs: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Runs after `remove_runs` for deleted runs, but not for runs past their retention."""
+    on_run_deleted: Callable[[Session, Sequence[ModelId]], object] | None = None
+    """Runs after `on_run_removed` for deleted runs, but not for runs past their retention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,7 @@ class HistoryObserver(ResultObserver):
                 tokens=sequence.tokens,
                 logprobs=sequence.logprobs,
                 stop_reason=sequence.stop_reason,
+                # How much the log-probabilities of sampler and trainer differ
                 trainer_gap=None if isinstance(sequence.trainer_gap, UnsetType) else sequence.trainer_gap.mean,
             )
             for name, sequence in zip(sequence_ids, output.sequences, strict=True)
@@ -279,8 +280,8 @@ def _forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
 EXTENSION = EngineExtension(
     observer=HistoryObserver,
     retention=(
-        RetentionRule(name="points", remove_runs=points.remove_runs),
-        RetentionRule(name="kept samples", prune=_expire_samples, remove_runs=kept_samples.remove_runs),
-        RetentionRule(name="logged runs", prune=_prune_logged, delete_runs=_forget_models),
+        RetentionRule(name="points", on_run_removed=points.remove_runs),
+        RetentionRule(name="kept samples", prune=_expire_samples, on_run_removed=kept_samples.remove_runs),
+        RetentionRule(name="logged runs", prune=_prune_logged, on_run_deleted=_forget_models),
     ),
 )
