@@ -124,10 +124,10 @@ class RetentionRule:
 
     While a rule removes that many rows, it runs again soon.
     """
-    on_run_removed: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Removes the dependent rows of runs that are permanently removed."""
-    on_run_deleted: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Runs after `on_run_removed` for deleted runs, but not for runs past their retention."""
+    on_removal: Callable[[Session, Sequence[ModelId]], object] | None = None
+    """Removes the dependent rows of runs that are removed, past their retention or because somebody deleted them."""
+    on_deletion_by_user: Callable[[Session, Sequence[ModelId]], object] | None = None
+    """Runs after `on_removal`, only for runs that somebody deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

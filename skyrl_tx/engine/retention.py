@@ -101,12 +101,12 @@ class Retention:
     def remove_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
         """Remove the dependent rows of runs that are removed."""
         for rule in self.rules:
-            if rule.on_run_removed is not None:
-                rule.on_run_removed(tx, model_ids)
+            if rule.on_removal is not None:
+                rule.on_removal(tx, model_ids)
 
     def delete_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
         """Remove the dependent rows of runs that a client or the operator deleted."""
         self.remove_runs(tx, model_ids)
         for rule in self.rules:
-            if rule.on_run_deleted is not None:
-                rule.on_run_deleted(tx, model_ids)
+            if rule.on_deletion_by_user is not None:
+                rule.on_deletion_by_user(tx, model_ids)

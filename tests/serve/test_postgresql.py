@@ -32,14 +32,14 @@ def datum(seed: int) -> types.Datum:
     )
 
 
-def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
+def train(url: str, seed: int, on_step_submitted: Callable[[int], None] = lambda step: None) -> list[float]:
     """Train and return the losses and the logprobs of a sample."""
     training = tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=seed).result()
     seen: list[float] = []
     for step in range(NUM_STEPS):
         pass_future = training.forward_backward([datum(seed), datum(seed + step)], "cross_entropy")
         step_future = training.optim_step(types.AdamParams(learning_rate=0.05))
-        after_step(step)
+        on_step_submitted(step)
         step_future.result()
         seen.append(pass_future.result().metrics["loss:sum"])
 
@@ -71,7 +71,7 @@ def reference_results(tmp_path_factory: pytest.TempPathFactory) -> list[list[flo
 
 
 def check_shared_data(first: LiveServer, second: LiveServer) -> None:
-    """Check that both APIs serve the same data, and execute a request that both received only once."""
+    """Check that both API processes serve the same data, and that a request sent to both is executed once."""
 
     def call(url: str, endpoint: str, **body: object) -> dict[str, str]:
         return httpx.post(f"{url}/api/v1/{endpoint}", json=body, timeout=40).json()
@@ -92,7 +92,7 @@ def check_shared_data(first: LiveServer, second: LiveServer) -> None:
 
 
 @pytest.mark.slow
-def test_two_apis_with_an_engine_that_is_killed(
+def test_a_killed_engine_changes_no_result_of_two_api_processes(
     tmp_path: Path, postgresql_url: str, reference_results: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
@@ -129,10 +129,10 @@ def test_database_outage_pauses_the_server(tmp_path: Path, reference_results: li
             while len(reached) < 3:
                 time.sleep(0.01)
             database.stop()
-            unwell = api.get("healthz")
-            assert unwell.status_code == 503, server.log
+            unhealthy = api.get("healthz")
+            assert unhealthy.status_code == 503, server.log
             outage = "the database is not available; see the server's log"
-            assert outage in unwell.json()["detail"]
+            assert outage in unhealthy.json()["detail"]
 
             waiting = api.post("retrieve_future", json={"request_id": "any"})
             assert waiting.status_code == 408

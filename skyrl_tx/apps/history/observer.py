@@ -71,7 +71,10 @@ class HistoryObserver(ResultObserver):
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows:
-        """Return a function that writes a point, and advantage and KL of kept samples of the pass."""
+        """Return a function that writes a point for this pass.
+
+        The function also records the advantage and the KL of each kept sample that the pass trained on.
+        """
         request, step = queued.model_pass, model.num_steps
         assert request is not None
         values = {**output.metrics, LOSS_WEIGHT: sum_loss_weights(request)}
@@ -280,8 +283,8 @@ def _forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
 EXTENSION = EngineExtension(
     observer=HistoryObserver,
     retention=(
-        RetentionRule(name="points", on_run_removed=points.remove_runs),
-        RetentionRule(name="kept samples", prune=_expire_samples, on_run_removed=kept_samples.remove_runs),
-        RetentionRule(name="logged runs", prune=_prune_logged, on_run_deleted=_forget_models),
+        RetentionRule(name="points", on_removal=points.remove_runs),
+        RetentionRule(name="kept samples", prune=_expire_samples, on_removal=kept_samples.remove_runs),
+        RetentionRule(name="logged runs", prune=_prune_logged, on_deletion_by_user=_forget_models),
     ),
 )

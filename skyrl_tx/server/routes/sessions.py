@@ -27,7 +27,7 @@ from skyrl_tx.store.tables import SessionRow
 _log = logging.getLogger(__name__)
 router = APIRouter()
 
-_OWN_LOSSES = (
+_LOSS_DIFFERENCES = (
     "loss stable_reinforce: Tinker's formula is not public, so this server uses its own definition; "
     "importance_sampling, ppo and cispo are as Tinker documents them"
 )
@@ -43,11 +43,11 @@ The SDK sends a heartbeat every 10 s.
 
 
 def _describe_new_session(call: ApiCall, request: Request, session_id: SessionId) -> Iterator[str]:
-    """Yield the lines of text about a new session that extensions have for the client.
+    """Ask each extension for a line about a new session, and yield these lines for the client.
 
-    If an extension fails, its error is only logged: the client can use the session without its text.
+    If an extension fails, its error is only logged: the client can use the session without its line.
     """
-    # The console is the last extension, and its line, the address of the session's page, comes first.
+    # The console is registered last. Its line comes first: it has the address of the session's page.
     for name, extension in reversed([*call.context.extensions.items()]):
         if extension.describe_session is None:
             continue
@@ -93,13 +93,13 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     # Tell the client what differs from Tinker, and what extensions say about the session.
     response = {"type": "create_session", "session_id": str(created)}
-    response["info_message"] = "\n".join((*_describe_new_session(call, request, created), _OWN_LOSSES))
+    response["info_message"] = "\n".join((*_describe_new_session(call, request, created), _LOSS_DIFFERENCES))
     version = _VERSION.match(call.sdk_version)
     if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
         tested = ".".join(map(str, NEWEST_TESTED_SDK))
         response["warning_message"] = (
             f"this server was tested with releases of tinker up to {tested}, and the client has {call.sdk_version}: "
-            "new functions may fail; update the server if there is a release for it"
+            "features added since then may fail; update the server if a newer release supports this SDK"
         )
     return response
 

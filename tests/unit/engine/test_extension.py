@@ -112,8 +112,8 @@ def test_rules_of_a_feature_run_with_those_of_the_core(harness: EngineHarness) -
         name="notes",
         expire=note("expire"),
         prune=note("prune", 7),
-        on_run_removed=remove,
-        on_run_deleted=note("delete_runs"),
+        on_removal=remove,
+        on_deletion_by_user=note("delete_runs"),
     )
     retention = Retention.collect([EngineExtension(retention=[rule])])
     clock = RetentionClock(now=100.0, settings=harness.settings, extend=lambda limit_s: limit_s)

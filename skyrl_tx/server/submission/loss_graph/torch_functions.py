@@ -1,8 +1,8 @@
 """The functions and methods of torch that a custom loss may use.
 
-Each one is translated to operations of `skyrl_tx.contract.custom_loss`. Derivatives at points where
-a function has none are torch's: for example, a clamp passes the gradient at its bounds, and a relu
-passes none at 0.
+Each one is translated to operations of `skyrl_tx.contract.custom_loss`. Where a function is not
+differentiable, the gradient is torch's: for example, a clamp passes the gradient at its bounds, and
+a relu passes none at 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -181,7 +181,7 @@ def _cumsum(args: Arguments) -> Value:
 def _dot(args: Arguments) -> Value:
     product = args.builder.emit("mul", args.get_float("input"), args.get_float("other"))
     if len(product.shape) != 1:
-        raise UserError(f"takes two tensors [T], not {product.text}")
+        raise UserError(f"needs two one-dimensional tensors; their product is {product.text}")
     return args.builder.emit("sum", product, options=(0, 0))
 
 
@@ -303,13 +303,16 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
 
 
 def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
-    """Return a slice whose length is fixed, or shorter than the dimension by a fixed number of elements."""
+    """Translate `value[start:stop]` on an axis.
+
+    The length of the result must be a constant, or the length of the dimension minus a constant.
+    """
     if part.step not in (None, 1):
         raise UserError("slices with a step are not supported")
     start, stop = (_check_bound(part.start) or 0), _check_bound(part.stop)
     dim = value.shape[axis]
 
-    # A dimension of constant size is stored as 1 - cut.
+    # The size of a dimension is `symbol - cut`. A constant size n has the symbol "1" and the cut 1 - n.
     if dim.symbol == "1" and dim != ONE:
         size = 1 - dim.cut
         start, stop, _ = slice(start, stop).indices(size)
@@ -359,7 +362,7 @@ _BINARY = {
     **{"subtract": "sub", "multiply": "mul", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
     "not_equal": "ne",
 }
-_REDUCTION = "input dim? keepdim? dtype?"
+_REDUCTION_PARAMETERS = "input dim? keepdim? dtype?"
 _SHARED: Mapping[str, Entry] = {
     **{name: Entry("input", _unary(operation)) for name, operation in _UNARY.items()},
     **{name: Entry("input other", _binary(operation)) for name, operation in _BINARY.items()},
@@ -377,7 +380,7 @@ _SHARED: Mapping[str, Entry] = {
     "clamp_max": Entry("input max", _clamp),
     "relu": Entry("input inplace?", _relu),
     "masked_fill": Entry("input mask value", _fill_where),
-    **{name: Entry(_REDUCTION, _reduction(name)) for name in ("sum", "mean")},
+    **{name: Entry(_REDUCTION_PARAMETERS, _reduction(name)) for name in ("sum", "mean")},
     **{name: Entry("input dim? keepdim?", _reduction(name)) for name in ("amax", "amin")},
     "logsumexp": Entry("input dim keepdim?", _reduction("logsumexp")),
     "max": Entry("input other?", _extreme("amax", "maximum")),
@@ -412,18 +415,18 @@ _METHODS_ONLY: Mapping[str, Entry] = {
     "dim": Entry("input", lambda args: len(args.get_tensor("input").shape)),
     "where": Entry("input condition other", _where),
 }
-_LOSS = "input target size_average? reduce? reduction?"
+_LOSS_PARAMETERS = "input target size_average? reduce? reduction?"
 _NEURAL: Mapping[str, Entry] = {
     "sigmoid": _SHARED["sigmoid"],
     "tanh": _SHARED["tanh"],
     "relu": _SHARED["relu"],
     "softmax": Entry("input dim _stacklevel? dtype?", _softmax),
     "log_softmax": Entry("input dim _stacklevel? dtype?", _log_softmax),
-    "mse_loss": Entry(f"{_LOSS} weight?", composed.square_error),
-    "l1_loss": Entry(f"{_LOSS} weight?", composed.absolute_error),
-    "smooth_l1_loss": Entry(f"{_LOSS} beta?", composed.smooth_absolute_error),
+    "mse_loss": Entry(f"{_LOSS_PARAMETERS} weight?", composed.square_error),
+    "l1_loss": Entry(f"{_LOSS_PARAMETERS} weight?", composed.absolute_error),
+    "smooth_l1_loss": Entry(f"{_LOSS_PARAMETERS} beta?", composed.smooth_absolute_error),
     "huber_loss": Entry("input target reduction? delta? weight?", composed.huber),
-    "kl_div": Entry(f"{_LOSS} log_target?", composed.kl_divergence),
+    "kl_div": Entry(f"{_LOSS_PARAMETERS} log_target?", composed.kl_divergence),
     "nll_loss": Entry(
         "input target weight? size_average? ignore_index? reduce? reduction?", composed.negative_log_likelihood
     ),

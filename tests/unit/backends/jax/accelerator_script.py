@@ -1,7 +1,8 @@
-"""On a CPU, run the code paths of a GPU in an RL loop, and print which programs the loop compiled.
+"""Let a CPU pass for a GPU, run an RL loop, and print the programs that were compiled during the loop.
 
 `test_warmup.py` runs this script and checks that the loop compiled nothing, because all programs were
-compiled at the start. It also checks that their compilation began before the weights were loaded:
+compiled at the start. It also checks that their compilation began before the weights were loaded.
+Usage:
 
     python accelerator_script.py MODEL_DIRECTORY CACHE_DIRECTORY
 """
@@ -49,7 +50,7 @@ class AcceleratorRunner(ModelRunner):
 def make_config(cache: Path) -> JaxConfig:
     return JaxConfig(
         compile_cache_dir=cache,
-        kernels="loops",
+        kernels="loops",  # the attention that also runs on CPUs
         max_context_length=CONTEXT,
         micro_batch_tokens=MICRO_BATCH,
         max_sample_tokens=20 * CONTEXT,

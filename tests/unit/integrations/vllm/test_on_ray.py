@@ -1,4 +1,4 @@
-"""Tests of `on_ray`, the program that starts a vLLM server in a Ray cluster, with a fake `ray` module.
+"""Test `on_ray` with a fake `ray` module. `on_ray` is the program that starts vLLM in a Ray cluster.
 
 The actors of the fake module are objects in this process. `tests/serve/test_ray.py` has a real cluster.
 """
@@ -119,12 +119,12 @@ def serve(ray: LocalRay, adapters: Path, *command: str, resources: dict[str, flo
     return asyncio.run(on_ray.serve(ray, resources or {"CPU": 1}, free_port(), str(adapters), command))
 
 
-def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
+def test_on_ray_forwards_a_local_port_to_the_node_of_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's log is printed, and the program ends with the server.
+    """`on_ray` prints the log of vLLM and exits when vLLM exits.
 
-    Connections made before the server is ready are closed.
+    It closes connections that arrive before vLLM is ready.
     """
     monkeypatch.setattr(on_ray, "_START_S", 0.01)
     monkeypatch.setenv("VLLM_API_KEY", "key")
@@ -163,7 +163,7 @@ def test_error_names_the_node_that_lacks_the_adapters_or_the_executable(tmp_path
     assert found == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
 
 
-def test_on_ray_ends_with_the_engine(tmp_path: Path) -> None:
+def test_sigterm_from_the_engine_stops_on_ray_and_kills_the_actor(tmp_path: Path) -> None:
     """To stop vLLM, the engine sends SIGTERM to the process of `on_ray`."""
     ray = LocalRay(placed_after_s=60)
 
@@ -177,7 +177,7 @@ def test_on_ray_ends_with_the_engine(tmp_path: Path) -> None:
     assert len(ray.killed) == 1
 
 
-def test_an_actor_ends_when_the_engine_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_exits_when_heartbeats_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     now, exits = [100.0], queue.Queue[int]()
     monkeypatch.setattr(on_ray, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -202,7 +202,7 @@ def test_an_actor_ends_when_the_engine_does_not_call_it(monkeypatch: pytest.Monk
     assert exits.get_nowait() == 1
 
 
-def test_launcher_reports_that_ray_or_the_cluster_is_missing(
+def test_on_ray_reports_that_ray_or_the_cluster_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ['{"GPU": 1}', "8100", "adapters", "vllm"]
@@ -218,7 +218,7 @@ def test_launcher_reports_that_ray_or_the_cluster_is_missing(
     assert capsys.readouterr().out.endswith("this machine is not part of a Ray cluster: no address\n")
 
 
-def test_engine_starts_the_ray_launcher_instead_of_vllm() -> None:
+def test_engine_starts_on_ray_instead_of_vllm() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
     assert managed_server.find_command(config) == ["vllm"], "vllm need not exist here: it runs on another node"
     assert managed_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
