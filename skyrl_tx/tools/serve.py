@@ -51,7 +51,8 @@ HELP_GROUPS = {
     ),
     "clients": (
         *("--served-model-aliases", "--tokenizer-id", "--chat-template", "--tool-parser", "--max-request-bytes"),
-        *("--share-prefix-cache", "--no-custom-losses", "--no-shared-prefixes", "--no-console", "--keep-samples"),
+        *("--sampled-logprobs", "--share-prefix-cache", "--no-shared-prefixes", "--no-custom-losses"),
+        *("--no-console", "--keep-samples"),
     ),
     "network": (
         *("--public-url", "--ssl-certfile", "--ssl-keyfile", "--allowed-hosts", "--trusted-proxies"),

@@ -202,7 +202,8 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def read_golden(file: Path, directory: Path) -> tuple[Path, Record]:
     """Unpack a golden file; return the data directory and the record."""
+    options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4
     with tarfile.open(file) as archive:
-        archive.extractall(directory, filter="data")
+        archive.extractall(directory, **options)
     values: Mapping[str, Json] = json.loads((directory / "record.json").read_text())
     return directory / "data", Record(**values)
