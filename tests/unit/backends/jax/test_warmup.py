@@ -28,7 +28,7 @@ def run_script(name: str, *arguments: Path) -> Any:
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
