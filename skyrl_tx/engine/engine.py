@@ -106,8 +106,8 @@ class Engine:
         membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the thread that writes files, and the thread that counts attempts down. Many attempts mark
-        # a request that may cause crashes, so a stop decrements the counts of the running requests.
+        # Start the thread that writes files, and the thread that takes back the attempts of running requests
+        # at a stop. A request with many attempts is suspected of causing crashes, and a stop is none.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))

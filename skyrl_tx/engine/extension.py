@@ -125,7 +125,10 @@ class RetentionRule:
     While a rule removes that many rows, it runs again soon.
     """
     on_removal: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Removes the dependent rows of runs that are removed, past their retention or because somebody deleted them."""
+    """Removes the dependent rows of runs that are removed.
+
+    A run is removed after its retention, or because somebody deleted it.
+    """
     on_deletion_by_user: Callable[[Session, Sequence[ModelId]], object] | None = None
     """Runs after `on_removal`, only for runs that somebody deleted."""
 

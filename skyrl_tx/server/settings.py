@@ -79,9 +79,9 @@ class ApiFlags(CommonSettings):
     no_custom_losses: bool = False
     """Do not evaluate losses that clients upload. The SDK then evaluates them in the client."""
     no_shared_prefixes: bool = False
-    """Compute a common beginning of examples, such as a prompt, once for each of them in new runs.
+    """In new runs, compute each training example whole, even if another one of the request has the same prompt.
 
-    A session or a run can choose the same with its metadata. Runs that exist do not change.
+    The metadata of a session or a run can choose this too. Runs that exist do not change.
     """
     ssl_certfile: Path | None = None
     """File with the TLS certificate and its chain (PEM). The server then only accepts HTTPS."""
