@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax import BACKEND
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
-from tests.support.fast_jit import IS_ON_CPU
+from tests.support.fast_jit import IS_ON_CPU, compiles_as_the_product
 from tests.support.lost_jax_device import lost_jax_device
 from tests.support.tiny import (
     BY_HEAD,
@@ -34,7 +34,8 @@ class TestJax(BackendSuite):
     spec = BACKEND
     architecture = DENSE
     config = TINY_CONFIG
-    pass_tolerance = 0.0 if IS_ON_CPU else 1e-5  # 1.9e-6 on an H200
+    # 1.9e-6 on an H200. Programs with little optimization add the terms of a loss with other roundings.
+    pass_tolerance = 0.0 if IS_ON_CPU and compiles_as_the_product() else 1e-5
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:

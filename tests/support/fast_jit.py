@@ -26,6 +26,12 @@ FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value i
 IS_ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu" or not entry_points(group="jax_plugins")
 """Whether programs are for CPUs; the options are theirs. To ask JAX would start its backends."""
 
+
+def compiles_as_the_product() -> bool:
+    """Return whether programs are compiled with the product's options, so that their bits can be compared."""
+    return FAST_COMPILE_FLAGS not in os.environ.get("XLA_FLAGS", "")
+
+
 fast_jit = partial(jax.jit, compiler_options=_OPTIONS if IS_ON_CPU else None)
 
 if __name__ == "__main__":
