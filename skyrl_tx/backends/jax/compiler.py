@@ -2,7 +2,8 @@
 
 While the backend starts and requests run, `Compiler` compiles *likely* programs: programs that
 later requests will probably use. A request waits only for the programs that it needs itself
-(*needed* programs), and these are compiled before the likely ones. Which programs a request uses
+(*needed* programs), and these are compiled before the likely ones. A likely program is put back
+after it is traced or lowered if a request uses the cores by then. Which programs a request uses
 depends on what is compiled already only where all of them give the same bits: in decode slices on
 one CPU device (`slice_parts`). So the results never depend on it.
 
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -78,9 +79,13 @@ class Program:
     static: Mapping[str, Any]
     """Static arguments."""
 
-    def compile(self) -> Callable[..., Any]:
-        """Return the compiled program."""
-        return self.function.lower(*self.arguments, **self.static).compile()
+    def compile_in_steps(self) -> Generator[None, None, Callable[..., Any]]:
+        """Return the compiled program. Yields after tracing and after lowering."""
+        traced = self.function.trace(*self.arguments, **self.static)
+        yield
+        lowered = traced.lower()
+        yield
+        return lowered.compile()
 
     def compile_lazily(self) -> Callable[..., Any]:
         """Return a function that is compiled on its first call."""
@@ -121,6 +126,8 @@ class Compiler(Generic[Key]):
         self._likely: deque[tuple[Key, Program]] = deque()
         self._needed: dict[Hashable, deque[tuple[Key, Program]]] = {}  # by requester; the next requester first
         self._running: set[Key] = set()
+        self._only_likely: set[Key] = set()  # the programs of _running that no request needs
+        self._begun: dict[Key, Generator[None, None, Callable[..., Any]]] = {}  # likely programs that were put back
         self._num_done = 0
         self._started_at = time.monotonic()
         self._is_closed = False
@@ -144,6 +151,7 @@ class Compiler(Generic[Key]):
         with self._lock:
             queued_for_requester = self._needed.get(requester, ())
             is_queued = any(key == needed for needed, _ in queued_for_requester)
+            self._only_likely.discard(key)
             if key in self.ready or key in self._running or is_queued:
                 return
             queued = next((entry for entry in self._likely if entry[0] == key), None)
@@ -158,6 +166,7 @@ class Compiler(Generic[Key]):
         Returns whether it is ready.
         """
         with self._lock, self._monitor.waiting():
+            self._only_likely.discard(key)
             return self._lock.wait_for(lambda: key in self.ready, timeout_s)
 
     def wait_if_pending(self, key: Key) -> None:
@@ -168,6 +177,7 @@ class Compiler(Generic[Key]):
         with self._lock:
             if not self._is_pending(key):
                 return
+            self._only_likely.discard(key)
             with self._monitor.waiting():
                 self._lock.wait_for(lambda: not self._is_pending(key))
 
@@ -200,6 +210,7 @@ class Compiler(Generic[Key]):
             self._is_closed = True
             self._likely.clear()
             self._needed.clear()
+            self._begun.clear()
             self._lock.notify_all()
             if self._running:
                 log.info("%d programs are still being compiled and will not be used", len(self._running))
@@ -224,19 +235,38 @@ class Compiler(Generic[Key]):
         self._monitor.exclude_this_thread()
         while (taken := self._take_program(takes_likely=takes_likely)) is not None:
             key, program = taken
-            try:
-                ready = CompiledProgram(program.compile())
-            except Exception:  # the request that calls the program will get the error
-                log.warning("cannot compile %s in the background; it is compiled on first use", key, exc_info=True)
-                ready = CompiledProgram(program.compile_lazily())
+            ready = self._compile(key, program)
+            if ready is None:
+                continue
 
             with self._lock:
                 self._running.discard(key)
+                self._only_likely.discard(key)
                 if not self._is_closed:
                     self.ready[key] = ready
                 self._num_done += 1
                 self._lock.notify_all()
             self._log_progress()
+
+    def _compile(self, key: Key, program: Program) -> CompiledProgram | None:
+        """Compile a program. Returns None if it is only likely and was put back."""
+        steps = self._begun.pop(key, None) or program.compile_in_steps()
+        try:
+            while True:
+                next(steps)
+                with self._lock:
+                    if key in self._only_likely and (self._is_closed or self._monitor.seconds_since_call < _IDLE_S):
+                        self._running.discard(key)
+                        self._only_likely.discard(key)
+                        if not self._is_closed:
+                            self._begun[key] = steps
+                            self._likely.appendleft((key, program))
+                        return None
+        except StopIteration as end:
+            return CompiledProgram(end.value)
+        except Exception:  # the request that calls the program will get the error
+            log.warning("cannot compile %s in the background; it is compiled on first use", key, exc_info=True)
+            return CompiledProgram(program.compile_lazily())
 
     def _take_program(self, *, takes_likely: bool) -> tuple[Key, Program] | None:
         """Wait for the next program. Returns None if the compiler is closed."""
@@ -251,7 +281,9 @@ class Compiler(Generic[Key]):
                     self._lock.wait(wait_s)
                 elif taken[0] not in self.ready and taken[0] not in self._running:
                     self._running.add(taken[0])
-                    if is_needed:
+                    if not is_needed:
+                        self._only_likely.add(taken[0])
+                    else:
                         log.info("compiling a program that is needed now: %s", taken[0])
                     return taken
             return None

@@ -202,16 +202,15 @@ class RowsProgram(Program):
     """
 
     @override
-    def compile(self) -> Callable[..., Any]:
+    def compile_in_steps(self) -> Generator[None, None, Callable[..., Any]]:
         params, config, pool, cache, table, batch = self.arguments
         static = dict(self.static)
         max_topk = static.pop("max_topk")
 
         opening = open_rows.lower(cache, table, batch.position_S, **static).compile()
         opened = _describe_results(opening, cache)
-        running = run_rows.lower(
-            params, config, pool, replace(opened, live=()), opened.live, batch, np.int32(1), max_topk=max_topk
-        ).compile()
+        arguments = params, config, pool, replace(opened, live=()), opened.live, batch, np.int32(1)
+        running = yield from Program(run_rows, arguments, {"max_topk": max_topk}).compile_in_steps()
         live, num_run, _ = _describe_results(running, (params, pool, opened))
         close_rows.lower(cache, live, batch.position_S, num_run, table).compile()
         return running

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +25,20 @@ class FakeJitted:
 
     def __init__(self, name: str, order: list[str], error: Exception | None = None) -> None:
         self.name, self._order, self._error = name, order, error
-        self.started, self.allowed = threading.Event(), threading.Event()
+        self.started, self.allowed, self.lowered = threading.Event(), threading.Event(), threading.Event()
+        self.num_traced = 0
 
-    def lower(self, *_: Any, **__: Any) -> "FakeJitted":
+    def trace(self, *_: Any, **__: Any) -> "FakeJitted":
+        self.num_traced += 1
         self.started.set()
         assert self.allowed.wait(WAIT_S)
         self._order.append(self.name)
         if self._error is not None:
             raise self._error
+        return self
+
+    def lower(self) -> "FakeJitted":
+        self.lowered.set()
         return self
 
     def compile(self) -> Callable[..., str]:
@@ -145,6 +152,50 @@ def test_likely_programs_wait_while_a_call_computes_on_the_same_cores(monkeypatc
     found.close()
 
 
+@pytest.mark.parametrize("continues", ["idle", "needed", "closed"])
+def test_a_likely_program_that_has_begun_pauses_while_a_call_computes(
+    monkeypatch: pytest.MonkeyPatch, continues: str
+) -> None:
+    """Its thread compiles needed programs meanwhile, and it continues where it paused."""
+    monkeypatch.setattr(compiler_module, "_IDLE_S", 0.2)
+    found, order = Compiler[str](1, CompilationMonitor()), list[str]()
+    likely = FakeJitted("likely", order)
+    found.queue_likely([("likely", program(likely))])
+    assert likely.started.wait(WAIT_S)
+
+    with found.computing():
+        likely.allowed.set()  # its trace ends
+        needed = [FakeJitted(f"needed {number}", order) for number in range(2)]
+        for jitted in needed:
+            found.queue_needed(jitted.name, partial(program, jitted), jitted.name)
+            assert jitted.started.wait(WAIT_S), "both threads are free"
+            assert not likely.lowered.is_set()
+        for jitted in needed:
+            jitted.allowed.set()
+            assert found.wait(jitted.name, WAIT_S)
+        assert not likely.lowered.wait(0.3)
+        if continues == "needed":
+            found.queue_needed("likely", lambda: pytest.fail("the program is known"))
+            assert found.wait("likely", WAIT_S)
+        if continues == "closed":
+            found.close()
+            compiler_module._join_closed_threads()
+    if continues == "idle":
+        assert likely.lowered.wait(WAIT_S) and found.wait("likely", WAIT_S)
+    assert likely.lowered.is_set() == (continues != "closed") and likely.num_traced == 1
+    found.close()
+
+
+def test_a_likely_program_that_a_request_waits_for_does_not_pause(compiler: Compiler[str]) -> None:
+    likely = FakeJitted("likely", [])
+    compiler.queue_likely([("likely", program(likely))])
+    assert likely.started.wait(WAIT_S)
+    with compiler.computing():
+        compiler.queue_needed("likely", lambda: pytest.fail("the program is known"))
+        likely.allowed.set()
+        assert compiler.wait("likely", WAIT_S)
+
+
 def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compiler(
     compiler: Compiler[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,12 +249,12 @@ def test_only_a_call_that_waits_counts_as_compiling() -> None:
     seen: list[bool] = []
 
     class Event(FakeJitted):
-        def lower(self, *_: Any, **__: Any) -> "FakeJitted":
+        def trace(self, *_: Any, **__: Any) -> "FakeJitted":
             monitor.on_start("/jax/core/compile/jaxpr_trace_duration", 0.0)
             seen.append(monitor.is_compiling)
             monitor.on_end("/jax/core/compile/jaxpr_trace_duration", 1.0)
             monitor.on_end("/jax/core/compile/backend_compile_duration", 2.0)
-            return super().lower()
+            return super().trace()
 
     event = Event("event", [])
     found.queue_likely([("event", program(event))])

@@ -216,13 +216,13 @@ def test_a_pass_waits_for_its_loss_while_another_pass_runs(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program compiles on another thread, and `step` returns without a micro-batch."""
-    allowed, compile_program = threading.Event(), Program.compile
+    allowed, compile_program = threading.Event(), Program.compile_in_steps
 
     def compile_when_allowed(program: Program) -> Any:
         assert allowed.wait(30)
         return compile_program(program)
 
-    monkeypatch.setattr(Program, "compile", compile_when_allowed)
+    monkeypatch.setattr(Program, "compile_in_steps", compile_when_allowed)
     loss = replace(
         importance_sampling(), operations=(*importance_sampling().operations, Operation(name="abs", values=(8,)))
     )
