@@ -13,7 +13,7 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, Sa
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.admission import MakeAdmission
 from skyrl_tx.engine.device_cache import LiveModel
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
@@ -56,17 +56,17 @@ class ResultObserver:
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Observe a forward_backward or a forward of `num_tokens` tokens."""
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Observe an optimizer step. `model.num_steps` includes this step."""
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Observe a completed sample request.
 
         `origin` is the model and the optimizer step of the sampled weights.
@@ -74,14 +74,14 @@ class ResultObserver:
 
     def observe_drawn(
         self, queued: QueuedRequest, drawn: SampledTokenCounts, origin: Origin, device_s: float
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Observe the tokens of a sample request that ended in any way.
 
         The request may have completed, or been cancelled, or its session may have ended. Unlike the
         rows of the other methods, these rows are written even if the request already has a result.
         """
 
-    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
+    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> WriteRows | None:
         """Observe a save of a named checkpoint."""
 
 

@@ -16,7 +16,7 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, Sa
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RowLimit
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.database import Store
@@ -46,7 +46,7 @@ class ResultObservers:
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Return the rows about a forward_backward or a forward."""
         return _combine_rows(
             observer.observe_pass(queued, model, output, num_tokens, time) for observer in self.observers
@@ -54,13 +54,13 @@ class ResultObservers:
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Return the rows about an optimizer step. `model.num_steps` includes this step."""
         return _combine_rows(observer.observe_step(queued, model, output, time) for observer in self.observers)
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, now: float, device_s: float
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Return the rows about a sample request."""
         if not self.observers:
             return None
@@ -71,14 +71,14 @@ class ResultObservers:
 
     def observe_drawn(
         self, queued: QueuedRequest, request: Sample, drawn: SampledTokenCounts, device_s: float
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Return the rows about the tokens of a sample request, also of a cancelled one."""
         if not self.observers:
             return None
         origin = self._find_origin(queued.sampling_session_id, request.sampler)
         return _combine_rows(observer.observe_drawn(queued, drawn, origin, device_s) for observer in self.observers)
 
-    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
+    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> WriteRows | None:
         """Return the rows about a save of a named checkpoint."""
         return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
 
@@ -105,7 +105,7 @@ class ResultObservers:
         self._origins[session_id, sampler] = origin
 
 
-def _combine_rows(rows: Iterable[ObserverRows | None]) -> ObserverRows | None:
+def _combine_rows(rows: Iterable[WriteRows | None]) -> WriteRows | None:
     """Combine functions that write rows into one. Returns None if there are no functions."""
     present = [write for write in rows if write is not None]
     if len(present) < 2:

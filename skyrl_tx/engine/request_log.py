@@ -37,7 +37,7 @@ DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
 """Writes additional rows in the transaction of a result."""
-ObserverRows = Callable[[Session, float], object]
+WriteRows = Callable[[Session, float], object]
 """Writes the rows of observers in the transaction of a result.
 
 The second argument is the time of the commit.
@@ -197,7 +197,7 @@ class RequestLog:
         rows: Rows | None = None,
         *,
         effect_order: int | None = None,
-        observed: ObserverRows | None = None,
+        observed: WriteRows | None = None,
     ) -> None:
         """Commit a result and `rows` in one transaction, without waiting for the disk.
 
@@ -245,7 +245,7 @@ class RequestLog:
         self._pending.append(written)
         failpoint("engine.answer")
 
-    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: ObserverRows | None) -> None:
+    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: WriteRows | None) -> None:
         """Like `commit`, but wait for the commit.
 
         If `rows` raises an error, nothing is committed.
@@ -254,7 +254,7 @@ class RequestLog:
         self._count_result(queued, result)
         self.attempts.forget([queued.request_id])
 
-    def write_rows(self, rows: ObserverRows) -> None:
+    def write_rows(self, rows: WriteRows) -> None:
         """Write the rows of observers without a result, and without waiting for the disk."""
         self._pending.append(self.store.write_soon(lambda tx: rows(tx, time.time())))
 
@@ -285,7 +285,7 @@ class RequestLog:
         queued: QueuedRequest,
         result: Result,
         rows: Rows | None,
-        observed: ObserverRows | None,
+        observed: WriteRows | None,
         effect_order: int | None = None,
     ) -> Callable[[Session], None]:
         data, failed, model_id = codec.encode(result), isinstance(result, Failure), queued.model_id

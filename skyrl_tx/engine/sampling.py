@@ -20,7 +20,7 @@ from skyrl_tx.engine.backend_checks import check_deltas
 from skyrl_tx.engine.constraints import Constraints
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import SlotsBusy
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.running_request import RunningRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
@@ -435,7 +435,7 @@ class SamplingExecutor:
         observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
         self._context.request_log.commit(queued, output, rows, observed=observed)
 
-    def _count_drawn(self, running: RunningRequest) -> ObserverRows | None:
+    def _count_drawn(self, running: RunningRequest) -> WriteRows | None:
         """Count the tokens of a request that ends, and return the rows about them."""
         queued, drawn = running.queued, running.assembler.count_tokens()
         self._context.request_log.meters.count_drawn(queued.owner, drawn)

@@ -105,12 +105,12 @@ def record_use(tx: Session, sampling_session_id: SamplingSessionId, now: float) 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The model that a sampler's weights come from."""
+    """The model and the training step that a sampler's weights come from."""
 
     model_id: str
     """Empty for base weights."""
     step: int | None
-    """Number of optimizer steps at the save, or None if it is unknown."""
+    """Number of optimizer steps when the weights were saved. None for base weights, and if it is unknown."""
 
 
 BASE_WEIGHTS = Origin("", None)

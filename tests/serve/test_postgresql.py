@@ -1,4 +1,4 @@
-"""`skyrl-tx serve` on PostgreSQL: multiple API processes, one engine, kills and database outages."""
+"""Test `skyrl-tx serve` on PostgreSQL: two API processes share an engine, the engine is killed, the database stops."""
 
 import os
 import re
@@ -92,7 +92,7 @@ def check_shared_data(first: LiveServer, second: LiveServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_changes_no_result_of_two_api_processes(
+def test_runs_through_two_api_processes_survive_a_kill_of_the_engine(
     tmp_path: Path, postgresql_url: str, reference_results: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
@@ -110,7 +110,7 @@ def test_a_killed_engine_changes_no_result_of_two_api_processes(
         server.wait_for(ENGINE_STARTED, times=2)
         check_shared_data(server, second)
         with pytest.raises(ServerFailed, match="an engine is already running on this database"):
-            LiveServer(tmp_path, flags=(*flags, "--fresh"))
+            LiveServer(tmp_path, flags=(*flags, "--fresh"))  # not even to delete its data
         assert second.stop() == server.stop() == 0
         for log in (server.log, second.log):
             assert PASSWORD not in log

@@ -15,7 +15,7 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
@@ -63,7 +63,7 @@ def add_points(tx: Session, model_id: ModelId, owner: str, first_step: int = 0) 
     for point in make_points(model_id, first_step, position=next(_POSITIONS), start=time.time() - 600):
         points.add(tx, point)
     for values in RECORDED["sampled"]:
-        points.add_sampled(tx, model_id, owner, SampledStep(**dict(zip(_SAMPLED, values, strict=True))))
+        points.add_sampled(tx, model_id, owner, SampleTotals(**dict(zip(_SAMPLED, values, strict=True))))
 
 
 def log_metrics(tx: Session, model_id: ModelId, owner: str, rows: Sequence[tuple[int, dict[str, float]]]) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 from skyrl_tx.contract.results import SHARED_TOKENS
 
@@ -329,7 +329,7 @@ def draw_spark(values: Sequence[Value], width: int = 120, height: int = 28) -> s
     return " ".join(format_point(index, value) for index, value in known)
 
 
-def add_samples(step: OptimizerStep, sampled: SampledStep) -> OptimizerStep:
+def add_samples(step: OptimizerStep, sampled: SampleTotals) -> OptimizerStep:
     """Return a step with the curves about samples from the weights before the step."""
     curves: dict[str, Value] = {}
     if sampled.samples:
@@ -355,7 +355,7 @@ class CurveCache:
         self,
         model_id: str,
         read: Callable[[int, int], Sequence[Point]],
-        read_sampled: Callable[[int], Sequence[SampledStep]] = lambda _: (),
+        read_sampled: Callable[[int], Sequence[SampleTotals]] = lambda _: (),
     ) -> Sequence[OptimizerStep]:
         """Return all steps of a run.
 
@@ -381,13 +381,13 @@ class _CachedRun:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[int, OptimizerStep] = {}
-        self._sampled: dict[int, SampledStep] = {}
+        self._sampled: dict[int, SampleTotals] = {}
         self._merged: list[OptimizerStep] = []
         self._after = -1
         """The next refresh reads the points after this position."""
 
     def refresh(
-        self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampledStep]]
+        self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampleTotals]]
     ) -> Sequence[OptimizerStep]:
         with self._lock:
             # Read new points, and the newest two steps again

@@ -14,7 +14,7 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.custom_loss import CUSTOM
@@ -25,7 +25,7 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, Sa
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionClock, RetentionRule, RowLimit
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import pruning
 from skyrl_tx.store.database import Store
@@ -70,7 +70,7 @@ class HistoryObserver(ResultObserver):
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> ObserverRows:
+    ) -> WriteRows:
         """Return a function that writes a point for this pass.
 
         The function also records the advantage and the KL of each kept sample that the pass trained on.
@@ -107,7 +107,7 @@ class HistoryObserver(ResultObserver):
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows:
+    ) -> WriteRows:
         """Return a function that writes a point for an optimizer step."""
         step = model.num_steps
         self._point_limit.keys_to_trim.add(model.model_id)
@@ -132,7 +132,7 @@ class HistoryObserver(ResultObserver):
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
-    ) -> ObserverRows | None:
+    ) -> WriteRows | None:
         """Return a function that adds this request to the totals of its training step.
 
         The totals are, for example, numbers of samples and tokens. The function also stores the samples
@@ -196,7 +196,7 @@ class HistoryObserver(ResultObserver):
         return group, [] if choice.replaced is None else [choice.replaced]
 
 
-def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledStep:
+def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampleTotals:
     """Return the totals of one request: samples, tokens, and log-probabilities."""
     counts_for_surprise = request.params.temperature >= _MIN_TEMPERATURE
     tokens = sum(sequence.tokens.size for sequence in output.sequences)
@@ -204,7 +204,7 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
         float(sequence.logprobs.sum(dtype=np.float64)) for sequence in output.sequences if counts_for_surprise
     )
     counts_for_surprise = counts_for_surprise and math.isfinite(logprob_sum)
-    return SampledStep(
+    return SampleTotals(
         step=step,
         samples=len(output.sequences),
         cut=sum(sequence.stop_reason == "length" for sequence in output.sequences),
@@ -217,9 +217,10 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
 def sum_loss_weights(request: ModelPass) -> float:
     """Return the sum of the weights of all tokens. The console divides the loss by this sum.
 
-    Without weights, each token counts 1. Tokens with advantage 0 do not count. Weights can be
-    negative if the client computes the loss (`forward_backward_custom`), so their absolute values
-    are added. A custom loss that runs on the server has no weights, so each datum counts 1.
+    Without weights, each token counts 1. Tokens with advantage 0 do not count. The absolute values of
+    weights are added, because they can be negative: with `forward_backward_custom`, the client sends
+    the gradients of a loss as weights. A custom loss that runs on the server has no weights,
+    so each datum counts 1.
     """
     if request.loss == CUSTOM:
         return float(len(request.data))
@@ -238,7 +239,7 @@ def sum_loss_weights(request: ModelPass) -> float:
 def _describe_trained_sequences(
     request: ModelPass, spans: Sequence[SampledSpan], output: ForwardBackwardOutput, kept: Collection[str]
 ) -> Iterator[TrainedSequence]:
-    """Yield the mean advantage and KL of each kept sequence.
+    """Yield the mean advantage and KL of each kept sample.
 
     The KL is the mean difference between the log-probabilities from sampling and from this pass.
     """

@@ -45,7 +45,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledStep:
+class SampleTotals:
     """Sums over the samples from the weights of one step.
 
     The fields are explained in `SampledStepRow`.
@@ -140,13 +140,13 @@ def remove(tx: Session, positions: Collection[int]) -> None:
     execute_in_batches(tx, _DELETE, positions)
 
 
-_SUM_NAMES = tuple(SampledStep.__dataclass_fields__)
+_SUM_NAMES = tuple(SampleTotals.__dataclass_fields__)
 _SUM_KEY = ("model_id", "step", "owner")
 _SUM_COLUMNS = tuple(name for name in _SUM_NAMES if name not in _SUM_KEY)
 _ADD_SUMS = PreparedStatement(make_upsert_builder(SampledStepRow, _SUM_KEY, _SUM_COLUMNS), (*_SUM_KEY, *_SUM_COLUMNS))
 
 
-def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) -> None:
+def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampleTotals) -> None:
     """Add the samples of one request to the sums of their model, step and owner."""
     values = {name: getattr(sampled, name) for name in _SUM_NAMES}
     _ADD_SUMS.execute(tx, {"model_id": model_id, "owner": owner, **values})
@@ -154,13 +154,13 @@ def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) ->
 
 def read_sampled(
     tx: Session, model_id: ModelId, owner: str, *, after_step: int = -1, limit: int = 10_000
-) -> list[SampledStep]:
+) -> list[SampleTotals]:
     """Return the sums over an owner's samples for the newest steps after a step, oldest first."""
     columns = tuple(getattr(SampledStepRow, name) for name in _SUM_NAMES)
     query = select(*columns).where(col(SampledStepRow.model_id) == model_id, col(SampledStepRow.owner) == owner)
     query = query.where(col(SampledStepRow.step) > after_step).order_by(col(SampledStepRow.step).desc()).limit(limit)
     rows: Sequence[Any] = execute(tx, query).all()
-    return [SampledStep(**row._mapping) for row in reversed(rows)]
+    return [SampleTotals(**row._mapping) for row in reversed(rows)]
 
 
 _RUN_ROWS = tuple(delete(row).where(is_in_batch(col(row.model_id))) for row in (RunPointRow, SampledStepRow))

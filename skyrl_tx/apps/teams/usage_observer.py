@@ -10,7 +10,7 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RetentionRule
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
@@ -26,7 +26,7 @@ class UsageObserver(ResultObserver):
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> ObserverRows:
+    ) -> WriteRows:
         """Count the tokens and the device seconds of a pass."""
         assert queued.model_pass is not None
         kind = "training" if queued.model_pass.backward else "forward"
@@ -34,13 +34,13 @@ class UsageObserver(ResultObserver):
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows:
+    ) -> WriteRows:
         """Count the device seconds of an optimizer step."""
         return _add(queued, model.model_id, [Work(kind="training", device_s=time.device_s)])
 
     def observe_drawn(
         self, queued: QueuedRequest, drawn: SampledTokenCounts, origin: Origin, device_s: float
-    ) -> ObserverRows:
+    ) -> WriteRows:
         """Count computed prompt tokens, prompt tokens from the prefix cache, and sampled tokens."""
         work = [
             Work(kind="prefill", tokens=drawn.prompt),
@@ -50,12 +50,12 @@ class UsageObserver(ResultObserver):
             work.append(Work(kind="prefill_cached", tokens=drawn.cached))
         return _add(queued, origin.model_id, work)
 
-    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows:
+    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> WriteRows:
         """Count a named save."""
         return _add(queued, model_id, [Work(kind="checkpoint")])
 
 
-def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> ObserverRows:
+def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> WriteRows:
     return lambda tx, now: usage.add(tx, queued.owner, queued.session_id, model_id, now, work)
 
 

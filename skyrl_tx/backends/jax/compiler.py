@@ -254,29 +254,41 @@ class Compiler(Generic[Key]):
         try:
             while True:
                 next(steps)
-                with self._lock:
-                    if key in self._only_likely and (self._is_closed or self._monitor.seconds_since_call < _IDLE_S):
-                        self._running.discard(key)
-                        self._only_likely.discard(key)
-                        if not self._is_closed:
-                            self._begun[key] = steps
-                            self._likely.appendleft((key, program))
-                        return None
+                if self._put_back(key, program, steps):
+                    return None
+
         except StopIteration as end:
             return CompiledProgram(end.value)
         except Exception:  # the request that calls the program will get the error
             log.warning("cannot compile %s in the background; it is compiled on first use", key, exc_info=True)
             return CompiledProgram(program.compile_lazily())
 
+    def _put_back(self, key: Key, program: Program, steps: Generator[None, None, Callable[..., Any]]) -> bool:
+        """Put a likely program back if a request uses the cores. Returns whether this was done."""
+        with self._lock:
+            is_idle = self._monitor.seconds_since_call >= _IDLE_S
+            if key not in self._only_likely or (is_idle and not self._is_closed):
+                return False
+
+            self._running.discard(key)
+            self._only_likely.discard(key)
+            if not self._is_closed:
+                self._begun[key] = steps
+                self._likely.appendleft((key, program))
+            return True
+
     def _take_program(self, *, takes_likely: bool) -> tuple[Key, Program] | None:
         """Wait for the next program. Returns None if the compiler is closed."""
         with self._lock:
             while not self._is_closed:
+                # Choose a needed program, or a likely one if no request uses the cores.
                 taken, wait_s = self._pop_needed(), None
                 is_needed = taken is not None
                 if taken is None and takes_likely and self._likely:
                     wait_s = max(_IDLE_S - self._monitor.seconds_since_call, 0.0)
                     taken = None if wait_s else self._likely.popleft()
+
+                # Take it, unless it is compiled already.
                 if taken is None:
                     self._lock.wait(wait_s)
                 elif taken[0] not in self.ready and taken[0] not in self._running:

@@ -75,8 +75,8 @@ def make_serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities,
 
 
 def wrap_for_ray(resources: Mapping[str, float], port: int, adapters: Path, command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` on a node of the Ray cluster, by means of the program `on_ray`."""
-    program = [sys.executable, "-m", "skyrl_tx.integrations.vllm.on_ray"]
+    """Return a command that runs `command` on a node of the Ray cluster, by means of the program `run_on_ray`."""
+    program = [sys.executable, "-m", "skyrl_tx.integrations.vllm.run_on_ray"]
     return [*program, json.dumps(dict(resources)), str(port), str(adapters), *command]
 
 

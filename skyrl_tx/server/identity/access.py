@@ -65,7 +65,7 @@ def _find_session(tx: Session, caller: Principal, session_id: SessionId, roles: 
     return row
 
 
-def check_assignment(tx: Session, caller: Principal, project_id: str | None) -> None:
+def check_can_use_project(tx: Session, caller: Principal, project_id: str | None) -> None:
     """Raise ApiError 403 if a project has members and the caller is not one of its editors."""
     if project_id is None or caller.is_admin or not projects.has_members(tx, project_id):
         return

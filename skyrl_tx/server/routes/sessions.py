@@ -32,7 +32,7 @@ _LOSS_DIFFERENCES = (
     "importance_sampling, ppo and cispo are as Tinker documents them"
 )
 NEWEST_TESTED_SDK = 0, 38
-"""The newest release of the SDK that the tests run. Clients of newer ones get a warning."""
+"""The newest release of the SDK that the tests run. A client that uses a newer release gets a warning."""
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
 _SESSIONS_PER_QUERY = 200
 _ACTIVE_S = 600.0
@@ -42,7 +42,7 @@ The SDK sends a heartbeat every 10 s.
 """
 
 
-def _describe_new_session(call: ApiCall, request: Request, session_id: SessionId) -> Iterator[str]:
+def _collect_info_lines(call: ApiCall, request: Request, session_id: SessionId) -> Iterator[str]:
     """Ask each extension for a line about a new session, and yield these lines for the client.
 
     If an extension fails, its error is only logged: the client can use the session without its line.
@@ -73,7 +73,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     def work(tx: Session) -> SessionId:
         if session_id is not None and sessions.find(tx, session_id) is not None:
             return session_id
-        access.check_assignment(tx, call.caller, new.project_id)
+        access.check_can_use_project(tx, call.caller, new.project_id)
 
         return sessions.create(
             tx,
@@ -93,7 +93,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     # Tell the client what differs from Tinker, and what extensions say about the session.
     response = {"type": "create_session", "session_id": str(created)}
-    response["info_message"] = "\n".join((*_describe_new_session(call, request, created), _LOSS_DIFFERENCES))
+    response["info_message"] = "\n".join((*_collect_info_lines(call, request, created), _LOSS_DIFFERENCES))
     version = _VERSION.match(call.sdk_version)
     if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
         tested = ".".join(map(str, NEWEST_TESTED_SDK))
@@ -173,7 +173,7 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
 
     def work(tx: Session) -> None:
         row = access.find_assignable_session(tx, call.caller, SessionId(session_id))
-        access.check_assignment(tx, call.caller, project_id)
+        access.check_can_use_project(tx, call.caller, project_id)
         sessions.set_project(tx, row.session_id, project_id)
         audit.record(
             tx,
@@ -212,9 +212,7 @@ def search_sessions(call: IncomingList) -> Response:
 
         last = page[-1][0] if len(matches) > len(page) else None
         return schemas.SessionSearchResponse(
-            sessions=[
-                _describe_session(row, status, stored.get(row.session_id, StorageUsage())) for row, status in page
-            ],
+            sessions=[_summarize(row, status, stored.get(row.session_id, StorageUsage())) for row, status in page],
             next_cursor=None
             if last is None
             else schemas.SearchCursor(last_created_at=to_utc_time(last.created_at), last_session_id=last.session_id),
@@ -224,10 +222,10 @@ def search_sessions(call: IncomingList) -> Response:
 
 
 def _find_position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
-    """Return the position after which a page starts.
+    """Return the creation time and the id of the last session of the previous page.
 
-    The time comes from the row, because the time in the cursor was rounded when it was written as
-    JSON.
+    The time is read from the database, because the time in the cursor was rounded when it was
+    written as JSON. The time in the cursor is used only if that session was deleted.
     """
     if cursor is None:
         return None
@@ -243,7 +241,7 @@ def _add_statuses(
     while chunk := list(islice(rows, _SESSIONS_PER_QUERY)):
         failed = models.find_failed_by_session(tx, [row.session_id for row in chunk])
         for row in chunk:
-            yield row, _describe_status(row, failed.get(row.session_id), now)
+            yield row, _get_status(row, failed.get(row.session_id), now)
 
 
 def _matches(row: SessionRow, status: schemas.SessionStatus | None, request: schemas.SessionSearchRequest) -> bool:
@@ -267,7 +265,8 @@ def _has_status(status: schemas.SessionStatus | None, query: schemas.StatusQuery
     )
 
 
-def _describe_status(row: SessionRow, failed_run: ModelId | None, now: float) -> schemas.SessionStatus | None:
+def _get_status(row: SessionRow, failed_run: ModelId | None, now: float) -> schemas.SessionStatus | None:
+    """Return the status of a session. None means that it has not finished and sends no heartbeats."""
     reason, _, detail = (row.finish_reason or "").partition(": ")
     was_finished_by_client = reason in get_args(schemas.FinishReasonType)
     if failed_run is not None and not was_finished_by_client:
@@ -279,9 +278,7 @@ def _describe_status(row: SessionRow, failed_run: ModelId | None, now: float) ->
     return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
 
 
-def _describe_session(
-    row: SessionRow, status: schemas.SessionStatus | None, stored: StorageUsage
-) -> schemas.SessionSummary:
+def _summarize(row: SessionRow, status: schemas.SessionStatus | None, stored: StorageUsage) -> schemas.SessionSummary:
     return schemas.SessionSummary(
         session_id=row.session_id,
         created_at=to_utc_time(row.created_at),

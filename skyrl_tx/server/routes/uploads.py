@@ -46,7 +46,7 @@ def start_upload(call: IncomingImport, request: Request) -> schemas.ExternalWeig
     base_model, lora = call.settings.resolve_model_name(body.base_model), body.lora_config
 
     def check(tx: Session) -> int:
-        access.check_assignment(tx, call.caller, body.destination_project_id)
+        access.check_can_use_project(tx, call.caller, body.destination_project_id)
         state = engine_state.get(tx)
         return _MAX_RANK if state is None else int(state.capabilities.get("max_lora_rank", _MAX_RANK))  # type: ignore[call-overload]
 
@@ -145,7 +145,7 @@ def _store(call: ApiCall, upload: Upload, session_id: SessionId, folder: Path) -
             shutil.move(path, target)
 
     def add_rows(tx: Session) -> None:
-        access.check_assignment(tx, call.caller, upload.project_id)
+        access.check_can_use_project(tx, call.caller, upload.project_id)
         (path,) = imported_runs.create(
             tx,
             artifact,

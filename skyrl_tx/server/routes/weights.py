@@ -118,7 +118,7 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         if request.destination_project_id is None:
             access.find_open_session(tx, call.caller, session_id)
         elif sessions.find(tx, session_id) is None:
-            access.check_assignment(tx, call.caller, request.destination_project_id)
+            access.check_can_use_project(tx, call.caller, request.destination_project_id)
             _create_session(tx, call, session_id, request.destination_project_id)
 
         readers = call.list_readers(tx, request.weights_access_token or call.weights_access_token)

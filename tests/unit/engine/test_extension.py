@@ -13,7 +13,7 @@ from skyrl_tx.contract.results import OptimStepOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionClock, RetentionRule
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.command import load_engine_extensions
@@ -30,7 +30,7 @@ class StepObserver(ResultObserver):
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows:
+    ) -> WriteRows:
         self.seen.append(model.model_id)
         return lambda _tx, _now: self.committed.append(model.model_id)
 
@@ -71,7 +71,7 @@ def test_rows_of_an_observer_are_committed_with_the_result_or_not_at_all(harness
     class Failing(StepObserver):
         def observe_step(
             self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-        ) -> ObserverRows:
+        ) -> WriteRows:
             def fail(tx: Session, now: float) -> None:
                 raise LookupError("no such row")
 

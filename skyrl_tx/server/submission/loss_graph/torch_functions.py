@@ -1,8 +1,9 @@
 """The functions and methods of torch that a custom loss may use.
 
-Each one is translated to operations of `skyrl_tx.contract.custom_loss`. Where a function is not
-differentiable, the gradient is torch's: for example, a clamp passes the gradient at its bounds, and
-a relu passes none at 0.
+Each one is translated to operations of `skyrl_tx.contract.custom_loss`. Losses, products and
+functions that rearrange tensors are in `composed`. Where a function is not differentiable, the
+gradient is torch's: for example, a clamp passes the gradient at its bounds, and a relu passes none
+at 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -149,8 +150,8 @@ def _variance(args: Arguments) -> Value:
     correction = args.get("correction", 1) if args.get("unbiased") is None else args.get_flag("unbiased")
     axes = args.get_axes("dim", len(value.shape))
 
-    distance = emit("sub", value, emit("mean", value, options=(1, *axes)))
-    total = emit("sum", emit("square", distance), options=(int(args.get_flag("keepdim")), *axes))
+    deviation = emit("sub", value, emit("mean", value, options=(1, *axes)))
+    total = emit("sum", emit("square", deviation), options=(int(args.get_flag("keepdim")), *axes))
     count = args.builder.add_constant(1.0)
     for axis in axes:
         count = emit("mul", count, emit("size", value, options=(axis,)))
@@ -179,10 +180,10 @@ def _cumsum(args: Arguments) -> Value:
 
 
 def _dot(args: Arguments) -> Value:
-    product = args.builder.emit("mul", args.get_float("input"), args.get_float("other"))
-    if len(product.shape) != 1:
-        raise UserError(f"needs two one-dimensional tensors; their product is {product.text}")
-    return args.builder.emit("sum", product, options=(0, 0))
+    values = args.get_float("input"), args.get_float("other")
+    if any(len(value.shape) != 1 for value in values):
+        raise UserError(f"dot needs two one-dimensional tensors, not {values[0].text} and {values[1].text}")
+    return args.builder.emit("sum", args.builder.emit("mul", *values), options=(0, 0))
 
 
 def _full(number: float) -> _Function:
@@ -260,7 +261,9 @@ def _item(args: Arguments) -> Argument:
     if isinstance(source, ShapeArgument | ListArgument):
         count = len(source.value.shape) if isinstance(source, ShapeArgument) else len(source.items)
         if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
-            raise UserError(f"a shape or a list of {count} values takes one whole number as index")
+            raise UserError(
+                f"the index of {count} values must be a whole number from {-count} to {count - 1}, not {index}"
+            )
         return (
             emit_size(args, source.value, index % count) if isinstance(source, ShapeArgument) else source.items[index]
         )
@@ -275,8 +278,8 @@ def emit_size(args: Arguments, value: Value, axis: int) -> Value:
 def _index(builder: Builder, value: Value, index: Argument) -> Value:
     """Return `value[index]`.
 
-    Raises UserError if the shape of the result would depend on the values of a tensor or on the
-    length of a datum.
+    Raises UserError unless each size of the result is a constant, or the length of a dimension of
+    `value` minus a constant.
     """
     parts = index.items if isinstance(index, ListArgument) else (index,)
     num_indices = sum(1 for part in parts if part is not None and part is not Ellipsis)
@@ -295,7 +298,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
             value = _slice(builder, value, axis, part)
             axis += 1
         elif isinstance(part, int) and not isinstance(part, bool):
-            _check_axis(value, axis)
+            _refuse_size_one(value, axis)
             value = builder.emit("select", value, options=(axis, _check_index(part)))
         else:
             raise UserError("an index must be a whole number, a slice, None or `...`; use torch.where for a mask")
@@ -312,7 +315,8 @@ def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Va
     start, stop = (_check_bound(part.start) or 0), _check_bound(part.stop)
     dim = value.shape[axis]
 
-    # The size of a dimension is `symbol - cut`. A constant size n has the symbol "1" and the cut 1 - n.
+    # The size of a dimension is the length that its symbol stands for, minus `cut`. The symbol "1"
+    # stands for the number 1, so a constant size is 1 - cut.
     if dim.symbol == "1" and dim != ONE:
         size = 1 - dim.cut
         start, stop, _ = slice(start, stop).indices(size)
@@ -324,13 +328,13 @@ def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Va
         count = (stop or 0) - start
         if count <= 0:
             raise UserError("a slice must have at least one element")
-        _check_axis(value, axis)
+        _refuse_size_one(value, axis)
         return builder.emit("window", value, options=(axis, start, count))
     if start < 0:
         raise UserError("a slice that starts at a negative index must end at a negative index or at the end")
     if (start, stop) == (0, None):
         return value
-    _check_axis(value, axis)
+    _refuse_size_one(value, axis)
     return builder.emit("slice", value, options=(axis, start, -(stop or 0)))
 
 
@@ -340,7 +344,7 @@ def _check_bound(bound: Argument) -> int | None:
     return None if bound is None else _check_index(bound)
 
 
-def _check_axis(value: Value, axis: int) -> None:
+def _refuse_size_one(value: Value, axis: int) -> None:
     if value.shape[axis] == ONE:
         raise UserError(f"dimension {axis} of {value.text} has size 1; use squeeze")
 

@@ -17,7 +17,7 @@ from skyrl_tx.apps.history.curves import (
     fold_points,
     thin_steps,
 )
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import SHARED_TOKENS
@@ -180,13 +180,13 @@ def test_the_cache_reads_only_the_newest_steps_again_and_finds_late_chunks() -> 
 
 def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
     points = passes(40)
-    sampled = {2: SampledStep(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)}
+    sampled = {2: SampleTotals(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)}
     reads: list[int] = []
 
     def read(after: int, limit: int) -> Sequence[Point]:
         return sorted((point for point in points if point.position > after), key=lambda point: point.position)[:limit]
 
-    def read_sampled(after: int) -> Sequence[SampledStep]:
+    def read_sampled(after: int) -> Sequence[SampleTotals]:
         reads.append(after)
         return [step_samples for step_samples in sampled.values() if step_samples.step > after]
 
@@ -195,8 +195,8 @@ def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
     assert {"sampled_length", "cut_share", "surprise"} & first[1].values.keys() == set()
     step = next(step for step in first if step.step == 3)
     assert (step.values["sampled_length"], step.values["cut_share"], step.values["surprise"]) == (10.0, 0.25, 0.2)
-    sampled[38] = SampledStep(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
-    sampled[2] = SampledStep(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
+    sampled[38] = SampleTotals(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
+    sampled[2] = SampleTotals(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
     again = {step.step: step.values for step in cache.read_steps("run", read, read_sampled)}
     assert (again[3]["cut_share"], again[39]["sampled_length"]) == (1.0, 5.0) and "surprise" not in again[39]
     assert (

@@ -10,7 +10,7 @@ from sqlmodel import update
 from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.curves import fold_points
 from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedPoint, LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.apps.history.run_report import draw_sparkline, get_last_loss, make_curves
 from skyrl_tx.apps.history.tables import LOSS_WEIGHT, LoggedRunRow
 from skyrl_tx.contract import codec
@@ -113,7 +113,7 @@ def test_show_warns_as_the_page_does(data_dir: Path, capsys: pytest.CaptureFixtu
     def spoil(tx) -> None:
         points.add(tx, point(200, "train", 8, {"loss:sum": math.nan}))
         for step in range(8):
-            sums = SampledStep(step=step, samples=4, cut=3, tokens=40, scored_tokens=40, logprob_sum=-40.0)
+            sums = SampleTotals(step=step, samples=4, cut=3, tokens=40, scored_tokens=40, logprob_sum=-40.0)
             points.add_sampled(tx, RUN, "ann", sums)
 
     store = Store.open(data_dir, role="tool")

@@ -9,7 +9,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.apps.history import kept_samples, points
 from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
-from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.points import Point, SampleTotals
 from skyrl_tx.apps.history.run_report import format_report, read_report
 from skyrl_tx.apps.history.run_time import describe_last_run, read_breakdown
 from skyrl_tx.apps.history.tables import PointKind
@@ -83,7 +83,7 @@ def add_iteration(tx: Session, run: ModelId, session_id: SessionId, number: int)
 
 def add_samples(tx: Session, run: ModelId, number: int) -> None:
     """Add four samples of two prompts, from four requests."""
-    sums = SampledStep(step=number, samples=4, cut=0, tokens=8, scored_tokens=8, logprob_sum=-8.0)
+    sums = SampleTotals(step=number, samples=4, cut=0, tokens=8, scored_tokens=8, logprob_sum=-8.0)
     points.add_sampled(tx, run, "ann", sums)
     tokens, logprobs = np.array([1], np.int32), np.array([-1.0], np.float32)
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Let a CPU pass for a GPU, run an RL loop, and print the programs that were compiled during the loop.
+"""Make the backend treat this CPU as a GPU, run an RL loop, and print the programs that the loop compiled.
 
 `test_warmup.py` runs this script and checks that the loop compiled nothing, because all programs were
 compiled at the start. It also checks that their compilation began before the weights were loaded.
@@ -37,8 +37,8 @@ MICRO_BATCH, CONTEXT = 256, 512
 LOSSES = "cross_entropy", "importance_sampling", "ppo", "cispo"
 
 
-class AcceleratorRunner(ModelRunner):
-    """Runs the sampling programs of an accelerator on a CPU."""
+class FakeGpuRunner(ModelRunner):
+    """Runs the sampling programs of a GPU on a CPU."""
 
     @override
     def _make_row_counts(self) -> RowCounts:
@@ -50,7 +50,7 @@ class AcceleratorRunner(ModelRunner):
 def make_config(cache: Path) -> JaxConfig:
     return JaxConfig(
         compile_cache_dir=cache,
-        kernels="loops",  # the attention that also runs on CPUs
+        kernels="loops",  # attention in plain JAX loops, because the GPU kernels do not run on a CPU
         max_context_length=CONTEXT,
         micro_batch_tokens=MICRO_BATCH,
         max_sample_tokens=20 * CONTEXT,
@@ -126,7 +126,7 @@ def main(directory: str, cache: Path) -> None:
     events: Counter[str] = Counter()
     compiled_in_loop: list[str] = []
     mesh.get_platform = lambda _: "gpu"
-    backend_module.ModelRunner = AcceleratorRunner  # type: ignore[misc]
+    backend_module.ModelRunner = FakeGpuRunner  # type: ignore[misc]
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
 
     def note(event: str, _: float, **labels: Any) -> None:
@@ -134,11 +134,11 @@ def main(directory: str, cache: Path) -> None:
             compiled_in_loop.append(labels["fun_name"])
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    backend, load, queued_before_weights = JaxBackend(directory, make_config(cache)), hf.load, list[str]()
+    backend, load, kinds_queued_before_load = JaxBackend(directory, make_config(cache)), hf.load, list[str]()
 
     def load_weights(*arguments: Any, **named: Any) -> Any:
         assert backend._compiler is not None
-        queued_before_weights.extend(
+        kinds_queued_before_load.extend(
             sorted({type(key).__name__ for key, _ in chain(*backend._compiler._needed.values())})
         )
         return load(*arguments, **named)
@@ -156,7 +156,7 @@ def main(directory: str, cache: Path) -> None:
     print(
         json.dumps(
             {
-                "queued_before_weights": queued_before_weights,
+                "kinds_queued_before_load": kinds_queued_before_load,
                 "compiled_in_loop": compiled_in_loop,
                 "num_programs": num_programs,
                 "num_from_cache": num_from_cache,

@@ -164,7 +164,8 @@ def test_a_likely_program_that_has_begun_pauses_while_a_call_computes(
     assert likely.started.wait(WAIT_S)
 
     with found.computing():
-        likely.allowed.set()  # its trace ends
+        # Its trace ends, and both threads compile needed programs.
+        likely.allowed.set()
         needed = [FakeJitted(f"needed {number}", order) for number in range(2)]
         for jitted in needed:
             found.queue_needed(jitted.name, partial(program, jitted), jitted.name)
@@ -174,12 +175,15 @@ def test_a_likely_program_that_has_begun_pauses_while_a_call_computes(
             jitted.allowed.set()
             assert found.wait(jitted.name, WAIT_S)
         assert not likely.lowered.wait(0.3)
+
+        # A request needs it, or the compiler is closed.
         if continues == "needed":
             found.queue_needed("likely", lambda: pytest.fail("the program is known"))
             assert found.wait("likely", WAIT_S)
         if continues == "closed":
             found.close()
             compiler_module._join_closed_threads()
+
     if continues == "idle":
         assert likely.lowered.wait(WAIT_S) and found.wait("likely", WAIT_S)
     assert likely.lowered.is_set() == (continues != "closed") and likely.num_traced == 1

@@ -41,7 +41,7 @@ def test_nothing_is_compiled_after_the_warm_up_and_its_model_is_deleted():
 @pytest.mark.slow
 def test_rl_on_an_accelerator_waits_for_no_compiler_and_a_restart_compiles_nothing(tmp_path: Path):
     first, second = (run_script("accelerator_script.py", tmp_path / "cache") for _ in range(2))
-    assert first["queued_before_weights"] == ["MicroBatchShape", "tuple"], (
+    assert first["kinds_queued_before_load"] == ["MicroBatchShape", "tuple"], (
         "of training and sampling, before the weights are loaded"
     )
     assert first["compiled_in_loop"] == second["compiled_in_loop"] == []

@@ -146,7 +146,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ),
         (
             [method("a", "topk", REF, 2), call("e", "operator.getitem", {"ref": "a"}, 2)],
-            "a shape or a list of 2 values takes one whole number as index",
+            "the index of 2 values must be a whole number from -2 to 1, not",
         ),
         ([call("e", "getattr", [REF], "indices")], "argument input must be a tensor, not a list"),
         (

@@ -1,6 +1,6 @@
-"""Test `on_ray` with a fake `ray` module. `on_ray` is the program that starts vLLM in a Ray cluster.
+"""Test `run_on_ray`, the program that starts vLLM in a Ray cluster, with a fake `ray` module.
 
-The actors of the fake module are objects in this process. `tests/serve/test_ray.py` has a real cluster.
+The actors of the fake module are objects in this process. `tests/serve/test_ray.py` tests with a real cluster.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_tx.integrations.vllm import managed_server, on_ray
+from skyrl_tx.integrations.vllm import managed_server, run_on_ray
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.tools.serve import read_settings
 
-SERVER = """
+# Stands in for vLLM. `GET /` returns a body that does not fit one read of a socket; `GET /end` ends the process.
+FAKE_VLLM_SCRIPT = """
 import http.server, os, sys
 host, port = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -58,7 +59,7 @@ class LocalRay:
         self.killed: list[object] = []
         self._placed_after_s = placed_after_s
 
-    def remote(self, actor: type[on_ray.VllmHost]) -> Any:
+    def remote(self, actor: type[run_on_ray.VllmHost]) -> Any:
         def options(**given: Any) -> Any:
             self.options = given
             return SimpleNamespace(remote=lambda: self._handle(actor()))
@@ -68,8 +69,8 @@ class LocalRay:
     def kill(self, handle: object) -> None:
         self.killed.append(handle)
 
-    def _handle(self, host: on_ray.VllmHost) -> Any:
-        async def place() -> on_ray.NodeAddress:
+    def _handle(self, host: run_on_ray.VllmHost) -> Any:
+        async def place() -> run_on_ray.NodeAddress:
             await asyncio.sleep(self._placed_after_s)
             return host.place()
 
@@ -90,7 +91,7 @@ async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
     def next_line() -> str | None:
         try:
             return next(lines, None)
-        except on_ray.NodeCannotServe as error:
+        except run_on_ray.NodeCannotServe as error:
             raise RayError(error) from error
 
     while True:
@@ -105,8 +106,8 @@ async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use this machine as the node, with actors that do not end the test process."""
     monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
-    monkeypatch.setattr(on_ray.VllmHost, "_exit_when_engine_is_silent", lambda _: None)
-    monkeypatch.setattr(on_ray, "socket", SimpleNamespace(gethostname=lambda: "node7"))
+    monkeypatch.setattr(run_on_ray.VllmHost, "_exit_when_engine_is_silent", lambda _: None)
+    monkeypatch.setattr(run_on_ray, "socket", SimpleNamespace(gethostname=lambda: "node7"))
 
 
 def free_port() -> int:
@@ -116,23 +117,24 @@ def free_port() -> int:
 
 
 def serve(ray: LocalRay, adapters: Path, *command: str, resources: dict[str, float] | None = None) -> str:
-    return asyncio.run(on_ray.serve(ray, resources or {"CPU": 1}, free_port(), str(adapters), command))
+    """Run vLLM and return the message that says why it ended."""
+    return asyncio.run(run_on_ray.serve(ray, resources or {"CPU": 1}, free_port(), str(adapters), command))
 
 
-def test_on_ray_forwards_a_local_port_to_the_node_of_vllm(
+def test_run_on_ray_forwards_a_local_port_to_the_node_of_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`on_ray` prints the log of vLLM and exits when vLLM exits.
+    """`run_on_ray` prints the log of vLLM and exits when vLLM exits.
 
     It closes connections that arrive before vLLM is ready.
     """
-    monkeypatch.setattr(on_ray, "_START_S", 0.01)
+    monkeypatch.setattr(run_on_ray, "_PLACEMENT_MESSAGE_S", 0.01)  # print at once that no node is free
     monkeypatch.setenv("VLLM_API_KEY", "key")
     ray, port = LocalRay(placed_after_s=0.1), free_port()
     resources = {"CPU": 2.0, "GPU": 0.5, "fast": 1.0}
 
     async def work() -> str:
-        serving = on_ray.serve(ray, resources, port, str(tmp_path), [sys.executable, "-c", SERVER])
+        serving = run_on_ray.serve(ray, resources, port, str(tmp_path), [sys.executable, "-c", FAKE_VLLM_SCRIPT])
         task = asyncio.create_task(serving)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
             while True:
@@ -150,27 +152,27 @@ def test_on_ray_forwards_a_local_port_to_the_node_of_vllm(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "waiting for a node of the Ray cluster with 2 CPU, 0.5 GPU, 1 fast free"
     assert printed[1].startswith("vLLM runs on node7 (127.0.0.1), port ") and printed[2] == "serving"
-    placed = {name: ray.options[name] for name in ("num_cpus", "num_gpus", "resources", "max_restarts")}
-    assert placed == {"num_cpus": 2, "num_gpus": 0.5, "resources": {"fast": 1}, "max_restarts": 0}
+    actor_options = {name: ray.options[name] for name in ("num_cpus", "num_gpus", "resources", "max_restarts")}
+    assert actor_options == {"num_cpus": 2, "num_gpus": 0.5, "resources": {"fast": 1}, "max_restarts": 0}
     assert len(ray.killed) == 1
 
 
 def test_error_names_the_node_that_lacks_the_adapters_or_the_executable(tmp_path: Path) -> None:
-    found = serve(LocalRay(), tmp_path / "not-shared", "true")
-    assert found.startswith("Ray placed vLLM on node7 (127.0.0.1), which does not have the engine's directory ")
-    assert found.endswith("set --sampler-config.adapter-dir to a directory that all nodes share")
-    found = serve(LocalRay(), tmp_path, "no-such-vllm", "serve")
-    assert found == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
+    message = serve(LocalRay(), tmp_path / "not-shared", "true")
+    assert message.startswith("Ray placed vLLM on node7 (127.0.0.1), which does not have the engine's directory ")
+    assert message.endswith("set --sampler-config.adapter-dir to a directory that all nodes share")
+    message = serve(LocalRay(), tmp_path, "no-such-vllm", "serve")
+    assert message == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
 
 
-def test_sigterm_from_the_engine_stops_on_ray_and_kills_the_actor(tmp_path: Path) -> None:
-    """To stop vLLM, the engine sends SIGTERM to the process of `on_ray`."""
+def test_sigterm_from_the_engine_stops_run_on_ray_and_kills_the_actor(tmp_path: Path) -> None:
+    """To stop vLLM, the engine sends SIGTERM to the process of `run_on_ray`."""
     ray = LocalRay(placed_after_s=60)
 
     async def work() -> str:
-        task = asyncio.create_task(on_ray.serve(ray, {"CPU": 1}, free_port(), str(tmp_path), ["true"]))
+        task = asyncio.create_task(run_on_ray.serve(ray, {"CPU": 1}, free_port(), str(tmp_path), ["true"]))
         await asyncio.sleep(0.05)
-        on_ray.signal.raise_signal(on_ray.signal.SIGTERM)
+        run_on_ray.signal.raise_signal(run_on_ray.signal.SIGTERM)
         return await task
 
     assert asyncio.run(work()) == "the engine has stopped vLLM"
@@ -180,7 +182,7 @@ def test_sigterm_from_the_engine_stops_on_ray_and_kills_the_actor(tmp_path: Path
 def test_an_actor_exits_when_heartbeats_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     now, exits = [100.0], queue.Queue[int]()
-    monkeypatch.setattr(on_ray, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(run_on_ray, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Ended(BaseException):
         pass
@@ -189,41 +191,41 @@ def test_an_actor_exits_when_heartbeats_stop(monkeypatch: pytest.MonkeyPatch) ->
         exits.put(status)
         raise Ended
 
-    monkeypatch.setattr(on_ray, "os", SimpleNamespace(_exit=leave))
-    monkeypatch.setattr(on_ray.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    host = on_ray.VllmHost()
+    monkeypatch.setattr(run_on_ray, "os", SimpleNamespace(_exit=leave))
+    monkeypatch.setattr(run_on_ray.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    host = run_on_ray.VllmHost()
     now[0] += 59
     host.beat()
     now[0] += 59
-    assert now[0] - host._called_at < on_ray.SILENCE_S
+    assert now[0] - host._last_beat_at < run_on_ray.SILENCE_S
     now[0] += 2
     with pytest.raises(Ended):
         host._exit_when_engine_is_silent()
     assert exits.get_nowait() == 1
 
 
-def test_on_ray_reports_that_ray_or_the_cluster_is_missing(
+def test_run_on_ray_reports_that_ray_or_the_cluster_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ['{"GPU": 1}', "8100", "adapters", "vllm"]
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert on_ray.main(arguments) == 1
+    assert run_on_ray.main(arguments) == 1
     assert "--sampler-config.ray-resources: Ray is not installed: pip install" in capsys.readouterr().out
 
     def init(**_: object) -> None:
         raise ConnectionError("no address\nmore")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
-    assert on_ray.main(arguments) == 1
+    assert run_on_ray.main(arguments) == 1
     assert capsys.readouterr().out.endswith("this machine is not part of a Ray cluster: no address\n")
 
 
-def test_engine_starts_on_ray_instead_of_vllm() -> None:
+def test_command_of_the_engine_runs_vllm_on_ray() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
     assert managed_server.find_command(config) == ["vllm"], "vllm need not exist here: it runs on another node"
     assert managed_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
     command = managed_server.wrap_for_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
-    assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.on_ray"]
+    assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.run_on_ray"]
     assert json.loads(command[3]) == {"GPU": 2} and command[4:] == ["8100", "adapters", "vllm", "serve"]
 
 
@@ -236,7 +238,7 @@ def test_engine_starts_on_ray_instead_of_vllm() -> None:
         ([], None),
     ],
 )
-def test_under_ray_the_server_takes_one_gpu_unless_configured(
+def test_vllm_requests_one_gpu_by_default_under_the_ray_launcher(
     tmp_path: Path, flags: list[str], expected: dict[str, float] | None
 ) -> None:
     common = ["--base-model", "tiny", "--backend", "fake", "--data-dir", str(tmp_path), "--sampler", "vllm"]

@@ -1,6 +1,6 @@
 """Runs vLLM in an actor of a Ray cluster, and forwards a port of this machine to it.
 
-    python -m skyrl_tx.integrations.vllm.on_ray RESOURCES PORT ADAPTERS PROGRAM ARGUMENT...
+    python -m skyrl_tx.integrations.vllm.run_on_ray RESOURCES PORT ADAPTERS PROGRAM ARGUMENT...
 
 `ManagedServer` runs this program instead of vLLM itself, so that the engine process does not get Ray's threads and
 signal handlers. When this program ends, Ray ends the actor, and the actor ends vLLM. The forwarded port stays the same
@@ -34,7 +34,7 @@ BEAT_S = 5.0
 SILENCE_S = 60.0
 """The actor ends when it has not been called for this long, because Ray cannot end it after the head node is lost."""
 _LOOK_S = 1.0
-_START_S = 5.0
+_PLACEMENT_MESSAGE_S = 5.0
 """If the actor has not started after this time, no node has the resources free, and a message says so."""
 _PASSED_PREFIXES = ("HF_", "VLLM_")
 """Prefixes of the environment variables that vLLM gets from the engine."""
@@ -63,7 +63,7 @@ class VllmHost:
 
     def __init__(self) -> None:
         self._reserved: socket.socket | None = None
-        self._called_at = time.monotonic()
+        self._last_beat_at = time.monotonic()
         threading.Thread(target=self._exit_when_engine_is_silent, daemon=True).start()
 
     def place(self) -> NodeAddress:
@@ -74,7 +74,7 @@ class VllmHost:
 
     def beat(self) -> None:
         """Record that the engine is still running."""
-        self._called_at = time.monotonic()
+        self._last_beat_at = time.monotonic()
 
     def run(
         self, command: Sequence[str], place: NodeAddress, adapters: str, variables: Mapping[str, str]
@@ -112,7 +112,7 @@ class VllmHost:
         raise NodeCannotServe(f"vLLM on {place} ended with status {status}")
 
     def _exit_when_engine_is_silent(self) -> None:
-        while time.monotonic() - self._called_at < SILENCE_S:
+        while time.monotonic() - self._last_beat_at < SILENCE_S:
             time.sleep(_LOOK_S)
         os._exit(1)
 
@@ -185,7 +185,7 @@ async def _wait_for_node(actor: Any, resources: Mapping[str, float]) -> NodeAddr
         return await actor.place.remote()
 
     node = asyncio.create_task(get_node())
-    if not (await asyncio.wait({node}, timeout=_START_S))[0]:
+    if not (await asyncio.wait({node}, timeout=_PLACEMENT_MESSAGE_S))[0]:
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
         print(f"waiting for a node of the Ray cluster with {amounts} free", flush=True)
     return await node
@@ -218,6 +218,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     # Imported by name, because other nodes cannot find classes of the module `__main__`.
-    from skyrl_tx.integrations.vllm import on_ray
+    from skyrl_tx.integrations.vllm import run_on_ray
 
-    sys.exit(on_ray.main(sys.argv[1:]))
+    sys.exit(run_on_ray.main(sys.argv[1:]))
