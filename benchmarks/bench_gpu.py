@@ -3,8 +3,8 @@
 The parts of a run, in this order:
 
 - `parity`: the tests of tests/gpu;
-- `training`, `decoding-64` and `decoding-256` for each model;
-- `suites`: attention kernels against plain JAX, and the backend suite.
+- `suites`: attention kernels against plain JAX, and the backend suite;
+- `training`, `decoding-64` and `decoding-256` for each model.
 
 Each part runs in a separate process and is recorded as soon as it is done. A run skips parts that have a record of this
 commit, and starts no part that may not end in the time left. So it can be stopped and continued.
@@ -123,7 +123,7 @@ def get_scale(model: str) -> Scale:
 def list_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return pairs of a part and its model, in the order of a run."""
     tasks = (TRAINING, *(f"decoding-{slots}" for slots in (64, 256)))
-    return [("parity", ""), *((task, name) for name in names for task in tasks), ("suites", "")]
+    return [("parity", ""), ("suites", ""), *((task, name) for name in names for task in tasks)]
 
 
 def start_backend(folder: Path, **settings: Any) -> JaxBackend:
