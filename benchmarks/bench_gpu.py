@@ -9,10 +9,12 @@ The parts of a run, in this order:
 Each part runs in a separate process and is recorded as soon as it is done. A run skips parts that have a record of this
 commit, and starts no part that may not end in the time left. So it can be stopped and continued.
 
-Models have published shapes and random weights in bfloat16. A training step has 32,768 tokens in sequences of 2,048 and
-an adapter of rank 32. Its speed is compared with the peak FLOPs of the data sheet, and with the measured rate of a
-matrix product. Samples have 1,000 tokens on average, different prompts and one adapter. Decoding speed is compared with
-the time to read weights and KV cache, at the memory bandwidth of the data sheet and as measured.
+Models have published shapes and random weights in bfloat16. As in a server, the KV cache and the slots of adapters are
+in memory while a model is trained, and the memory plan chooses the size of micro-batches. A training step has 32,768
+tokens in sequences of 2,048 and an adapter of rank 32. Its speed is compared with the peak FLOPs of the data sheet, and
+with the measured rate of a matrix product. Samples have 1,000 tokens on average, different prompts and one adapter.
+Decoding speed is compared with the time to read weights and KV cache, at the memory bandwidth of the data sheet and as
+measured.
 
 `--models tiny` shows on any machine that the program works.
 """
@@ -127,7 +129,9 @@ def list_parts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def start_backend(folder: Path, **settings: Any) -> JaxBackend:
-    backend = JaxBackend(str(folder), JaxConfig(load_format="dummy", dtype="bfloat16", max_lora_adapters=1, **settings))
+    """Start a backend with the defaults of a server, apart from `settings`: KV cache and adapters are in memory."""
+    config = JaxConfig(load_format="dummy", dtype="bfloat16", warmup=False, **settings)
+    backend = JaxBackend(str(folder), config)
     backend.start()
     backend.create_model(ADAPTER, ModelSpec(lora=LoraSpec(rank=RANK, seed=0)))
     return backend
@@ -135,7 +139,7 @@ def start_backend(folder: Path, **settings: Any) -> JaxBackend:
 
 def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -> dict[str, Any]:
     """Time training steps, each with forward_backward and optim_step."""
-    backend, draw = start_backend(folder, sample_slots=1, max_sample_tokens=2 * scale.length), np.random.default_rng(0)
+    backend, draw = start_backend(folder), np.random.default_rng(0)
     examples = [make_example(RequestId("r"), ADAPTER, scale.length, shape.vocab_size, draw) for _ in range(scale.rows)]
     batch = PreparedModelPassBatch(examples=tuple(examples))
 
@@ -173,7 +177,6 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
         max_context_length=longest,
         prefix_cache_tokens=0,
         prefill_tokens=slots * longest,  # all prompts, then slices of all samples
-        max_sampler_adapters=1,
     )
     backend.load_sampler(SAMPLER, backend.capture(ADAPTER, {StatePart.WEIGHTS}))
     backend.delete_model(ADAPTER)

@@ -58,15 +58,17 @@ _LOG_EVERY = 5
 
 log = logging.getLogger(__name__)
 
-_closed_threads = WeakSet[threading.Thread]()
-"""Threads of closed compilers. Some of them may still be compiling a program."""
+_started = WeakSet["Compiler[Any]"]()
+"""Compilers whose threads run, or were closed while a thread was compiling."""
 
 
 @atexit.register
-def _join_closed_threads() -> None:
-    """Wait for running compilations. An interpreter that exits during one aborts the process."""
-    for thread in list(_closed_threads):
-        thread.join()
+def _close_all() -> None:
+    """Stop all compilers, and wait for running compilations: an interpreter that exits during one aborts."""
+    for compiler in list(_started):
+        compiler.close()
+    for compiler in list(_started):
+        compiler.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +216,19 @@ class Compiler(Generic[Key]):
             self._lock.notify_all()
             if self._running:
                 log.info("%d programs are still being compiled and will not be used", len(self._running))
+
+    def join(self) -> None:
+        """Wait until the threads of a closed compiler end."""
         if self._is_started:
-            _closed_threads.update(self._threads)
+            for thread in self._threads:
+                thread.join()
 
     def _notify_threads(self) -> None:
         """Tell the threads that there is a new program. The first program starts the threads."""
         self._lock.notify_all()
         if not self._is_started and not self._is_closed:
             self._is_started = True
+            _started.add(self)
             for thread in self._threads:
                 thread.start()
 

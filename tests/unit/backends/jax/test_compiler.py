@@ -1,5 +1,7 @@
 """Background compilation: order, failures, progress, shutdown, and popular programs."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
@@ -182,7 +184,7 @@ def test_a_likely_program_that_has_begun_pauses_while_a_call_computes(
             assert found.wait("likely", WAIT_S)
         if continues == "closed":
             found.close()
-            compiler_module._join_closed_threads()
+            found.join()
 
     if continues == "idle":
         assert likely.lowered.wait(WAIT_S) and found.wait("likely", WAIT_S)
@@ -222,9 +224,33 @@ def test_closing_does_not_wait_for_a_running_compilation() -> None:
     compiler.close()
     compiler.close()  # returns although the program is not allowed to end
     running.allowed.set()
-    compiler_module._join_closed_threads()
+    compiler.join()
     assert order == ["running"] and not waiting.started.is_set()
     assert compiler.ready == {}
+
+
+def test_a_process_that_exits_without_closing_waits_for_a_running_compilation() -> None:
+    """Otherwise the interpreter aborts: XLA calls back into a thread that has ended."""
+    program = """
+import threading
+from skyrl_tx.backends.jax.compiler import Compiler, Program
+from skyrl_tx.backends.jax.devices import CompilationMonitor
+
+class Slow:
+    def trace(self):
+        begun.set()
+        threading.Event().wait(0.5)
+        print("traced", flush=True)
+        return self
+    lower = compile = lambda self: self
+
+begun = threading.Event()
+compiler = Compiler(1, CompilationMonitor())
+compiler.queue_likely([("slow", Program(Slow(), (), {})), ("next", Program(Slow(), (), {}))])
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "traced\n", "")
 
 
 def test_finish_waits_for_a_program_that_is_needed_and_for_no_other() -> None:
