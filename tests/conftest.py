@@ -76,7 +76,7 @@ COMPARES_BITS = (
         for name in (
             *("backend", "checkpoint", "custom_losses", "draw", "expert_lora", "layer_views", "sampler_pool"),
             *("loss_selection", "model_runner", "optimizer", "prompt_scores", "prompts_together", "random_numbers"),
-            *("slice_rows", "state", "token_filters", "training_programs"),
+            *("scored_prefixes", "slice_rows", "state", "token_filters", "training_programs"),
         )
     ),
     *(

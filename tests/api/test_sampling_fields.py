@@ -47,8 +47,19 @@ def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.Sam
     assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, prompt.length)
     assert [sequence.tokens for sequence in first.sequences] == [sequence.tokens for sequence in second.sequences]
     assert [sequence.logprobs for sequence in first.sequences] == [sequence.logprobs for sequence in second.sequences]
-    asked = base.sample(prompt, 1, params, include_prompt_logprobs=True).result()
-    assert asked.prompt_cache_hit_tokens == 0 and asked.prompt_logprobs[-1] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="package")
+def test_one_of_many_equal_prompts_is_scored(base: tinker.SamplingClient):
+    """The SDK sends a request for each call of `compute_logprobs`, with these parameters."""
+    prompt, params = types.ModelInput.from_ints([8, *PROMPT] * 9), types.SamplingParams(max_tokens=1)
+    futures = [base.sample(prompt, 1, params, include_prompt_logprobs=True) for _ in range(16)]
+    results = [future.result() for future in futures]
+    assert sorted(result.prompt_cache_hit_tokens for result in results) == [0] + 15 * [prompt.length]
+    assert all(result.prompt_logprobs == results[0].prompt_logprobs for result in results)
+    assert base.compute_logprobs(prompt).result() == results[0].prompt_logprobs
+    assert all(logprob is not None and logprob < 0 for logprob in results[0].prompt_logprobs[1:])
 
 
 # End of a sample

@@ -10,9 +10,9 @@ far, and continuing from a state that does not match the keys fails.
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,27 @@ KEY = np.dtype([("token", np.int64), ("adapter", np.int64), ("start", np.int64),
 
 @dataclass(frozen=True)
 class FakeScores:
-    """Scores of a prompt: the log-probability of each token is its own number over 1000."""
+    """Scores of a prompt, by chunk. A log-probability is a hash of the keys of the token and those before it."""
 
     request: SampleRequest
+    chunks: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
+
+    def reuse(self, chunks: Mapping[int, np.ndarray], num_tokens: int) -> None:
+        self.chunks.update({start: chunk for start, chunk in chunks.items() if start < num_tokens})
+
+    def add(self, keys: np.ndarray, start: int) -> None:
+        """Add the chunk from `start` to the end of `keys`."""
+        assert sum(chunk.size for chunk in self.chunks.values()) == start, "every token before the chunk has its scores"
+        numbers = [_hash(keys[:end].tobytes()) % 10_000 for end in range(start + 1, keys.size + 1)]
+        self.chunks[start] = np.array(numbers, np.float32) / -1000
+
+    def fetch(self) -> dict[int, np.ndarray]:
+        return self.chunks
 
     def make_result(self) -> PromptResult:
-        return PromptResult(logprobs=(self.request.prompt / -1000).astype(np.float32))
+        logprobs = np.concatenate([self.chunks[start] for start in sorted(self.chunks)])
+        assert logprobs.size == self.request.prompt.size
+        return PromptResult(logprobs=logprobs)
 
 
 @dataclass(frozen=True)
@@ -167,7 +182,10 @@ class FakeModelRunner:
         keys = np.zeros(chunk.tokens.size, KEY)
         keys["token"], keys["adapter"] = chunk.tokens, self._weights[chunk.adapter]
         keys["start"], keys["padded"] = chunk.start, padded
-        return self._write(chunk.table, before, keys)
+        keys = self._write(chunk.table, before, keys)
+        if chunk.scores is not None:
+            chunk.scores.add(keys, chunk.start)
+        return keys
 
     def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> DrawnTokens:
         assert samples

@@ -14,6 +14,9 @@ only. The keys of a position therefore come from the same program whether they a
 which makes cache hits batch-invariant. A model with a state of fixed size also needs the state at
 the end of the reused chunks. The cache keeps states at a few chunk ends only, which `Prefiller`
 chooses.
+
+Prompts with scores are cached with them, and only prompts that ask for the same kind of scores
+reuse them (see `prompt_scores`).
 """
 
 from collections import Counter, OrderedDict
@@ -25,6 +28,7 @@ import numpy as np
 
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
+from skyrl_tx.backends.jax.sample.prompt_scores import ScoredChunk, ScoredChunks, ScoreKind
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -144,15 +148,16 @@ class KVCache:
 
 
 class PromptSource(NamedTuple):
-    """The sampler that computed a prompt, and the cache scope in which it may be reused."""
+    """The sampler that computed a prompt, the cache scope in which it may be reused, and its scores."""
 
     sampler: SamplerId | None
     cache_scope: str = ""
+    scores: ScoreKind | None = None
 
     @classmethod
     def from_request(cls, request: SampleRequest) -> "PromptSource":
         """Return the source of a request's prompt."""
-        return cls(request.sampler, request.cache_scope)
+        return cls(request.sampler, request.cache_scope, ScoreKind.from_request(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,8 @@ class ComputedPrompt:
     last_hidden: Any
     states: Mapping[int, int] = field(default_factory=dict[int, int])
     """The saved states, by the number of tokens that they include (always full chunks)."""
+    scores: ScoredChunks = field(default_factory=dict[int, ScoredChunk])
+    """The scores, if the prompt has any. Prompts with common chunks share their scores."""
 
     @property
     def all_states(self) -> set[int]:

@@ -209,7 +209,7 @@ class ModelRunner:
         for row, chunk in zip(rows, chunks, strict=True):
             if chunk.scores is not None:
                 hidden_TD = programs.get_row(hidden_BTD, np.int32(row), self._params.layout)
-                chunk.scores.add(pool, chunk.adapter, hidden_TD, chunk.start)
+                chunk.scores.add(pool, chunk.adapter, hidden_TD, last_hidden[row], chunk.start)
         return [last_hidden[row] for row in rows]
 
     def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> DrawnTokens:

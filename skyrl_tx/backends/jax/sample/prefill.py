@@ -10,7 +10,7 @@ import numpy as np
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.kv_cache import ComputedPrompt, KVCache, PromptSource
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner, PromptChunk
-from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
+from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores, are_reusable
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample, SampleKey, get_max_tokens
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
@@ -104,20 +104,16 @@ class Prefiller:
         return self._cache.fits(own + of_sample + spare, num_states, keep=used)
 
     def _find_cached(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
-        """Return the cached prompt with the longest usable prefix, and the length of the prefix.
-
-        A prompt with scores uses no cached prefix, because scores need the hidden states of all
-        tokens.
-        """
+        """Return the cached prompt with the longest usable prefix, and the length of the prefix."""
         request = prefill.request
-        if request.options.wants_prompt:
+        if not are_reusable(request.options):
             return None
         return self._cache.prefixes.find(PromptSource.from_request(request), request.prompt)
 
     def can_share(self, prefill: Prefill, other: Prefill) -> bool:
         """Return whether computing `other` first would let this prompt reuse more cached tokens."""
         request, before = prefill.request, other.request
-        if request.options.wants_prompt or not self._memory.prefix_tokens:
+        if not are_reusable(request.options) or not self._memory.prefix_tokens:
             return False
         if PromptSource.from_request(request) != PromptSource.from_request(before):
             return False
@@ -136,6 +132,11 @@ class Prefiller:
         request, cached = prefill.request, self._find_cached(prefill)
         size = request.prompt.size
 
+        if request.options.wants_prompt:
+            prefill.scores = self._programs.make_scores(request)
+            if cached is not None:
+                prefill.scores.reuse(cached[0].scores, cached[1])
+
         if cached is not None and cached[1] == size:  # the whole prompt is cached
             hit, prefill.num_done = cached
             prefill.table, prefill.last_hidden = self._cache.share(hit.table), hit.last_hidden
@@ -144,7 +145,6 @@ class Prefiller:
                 prefill.states = dict.fromkeys(self._choose_state_ends(request, cached), 0)
 
             if cached is None:
-                prefill.scores = self._programs.make_scores(request) if request.options.wants_prompt else None
                 prefill.table = self._cache.allocate_table(size)
             else:
                 hit, prefill.num_done = cached
@@ -198,7 +198,8 @@ class Prefiller:
         if prefill.is_done and _is_cacheable(prefill):
             states = {end: state for end, state in prefill.states.items() if state}
             table = replace(prefill.table, pages=[*prefill.table.pages])
-            computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states)
+            scores = prefill.scores.fetch() if prefill.scores else {}
+            computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states, scores)
             self._cache.prefixes.add(PromptSource.from_request(request), computed)
 
     def drop(self, prefill: Prefill) -> None:
@@ -217,7 +218,7 @@ def _is_cacheable(prefill: Prefill) -> bool:
 
     Only its own sample needs a recomputed prompt.
     """
-    return prefill.preempted is None and not prefill.request.options.wants_prompt
+    return prefill.preempted is None and are_reusable(prefill.request.options)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ that shard has many more samples than the emptiest one. Preempted samples may mo
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -358,7 +359,7 @@ class SampleScheduler:
         request, adapter = prefill.request, self._programs.pool.get_slot(prefill.request.sampler)
         prompt_result = prefill.scores.make_result() if prefill.scores else None
         if prefill.num_cached:
-            prompt_result = PromptResult(cache_hit_tokens=prefill.num_cached)
+            prompt_result = replace(prompt_result or PromptResult(), cache_hit_tokens=prefill.num_cached)
         stops = frozenset(request.params.stop_token_ids) | (self._eos if request.params.eos_stops else frozenset())
 
         vocab_size = self._programs.vocab_size

@@ -90,6 +90,22 @@ def test_without_room_for_states_only_equal_prompts_are_hits():
     assert count_hits(prompts, replace(MEMORY, prefix_tokens=96 + STATE)) == {"equal": 90}
 
 
+def test_scored_prompts_keep_states_too():
+    """As without scores, the second prompt shows where prompts differ."""
+    scheduler, options = start(FakeModelRunner()), PromptOptions(logprobs=True)
+    requests = [
+        make_request(f"{n}", join(SYSTEM, make_prompt(50 + n, seed=n)), sampler=RED, max_tokens=1, options=options)
+        for n in range(4)
+    ]
+    results = run(scheduler, *requests)
+    assert results.cache_hits == {"0": 0, "1": 0, "2": 64, "3": 64}
+    for request in requests:
+        alone = run(start(FakeModelRunner(), replace(MEMORY, prefix_tokens=0)), request)
+        np.testing.assert_array_equal(
+            results.prompt(request.request_id).logprobs, alone.prompt(request.request_id).logprobs
+        )
+
+
 def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
     scheduler = start(FakeModelRunner())
     run(scheduler, make_request("red", SYSTEM, sampler=RED))

@@ -15,8 +15,9 @@ from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
-from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
@@ -128,16 +129,108 @@ def test_prefixes_belong_to_one_sampler_until_it_is_dropped(programs, scheduler)
     assert again.cache_hits == {} and list(again.bits.values()) != list(red[0].bits.values())
 
 
-def test_scored_prompts_use_no_cached_prefix(programs, scheduler):
+def score(name: str, prompt: np.ndarray, *, sampler: SamplerId | None = RED, **options) -> SampleRequest:
+    """Return a request as `compute_logprobs` sends it."""
+    options = PromptOptions(**{"logprobs": True, **options})
+    return make_request(name, prompt, sampler=sampler, max_tokens=1, options=options)
+
+
+def get_scores(results: Results) -> dict[str, bytes]:
+    """Return the bytes of the prompt log-probabilities of each request."""
+    found = {name: results.prompt(name) for name, _ in results.parts}
+    return {name: prompt.logprobs.tobytes() for name, prompt in found.items() if prompt is not None}
+
+
+def score_alone(memory: SampleMemory, *requests: SampleRequest) -> dict[str, bytes]:
+    """Return the prompt log-probabilities of requests that share nothing."""
+    fresh = replace(memory, prefix_tokens=0)
+    return {
+        name: own
+        for request in requests
+        for name, own in get_scores(run(start(FakeModelRunner(), fresh), request)).items()
+    }
+
+
+@pytest.mark.parametrize("prompts_of_shard", [1, 4])
+def test_a_group_of_scored_prompts_computes_its_prefix_once(prompts_of_shard):
+    programs, prefix = FakeModelRunner(prompts_of_shard=prompts_of_shard), make_prompt(96)
+    requests = [score(f"r{n}", np.concatenate([prefix, make_prompt(20 + n, seed=n)])) for n in range(16)]
+    memory = replace(MEMORY, prefix_tokens=1024)
+    results = run(start(programs, memory), *requests)
+
+    assert results.cache_hits == {"r0": 0, **{f"r{n}": 96 for n in range(1, 16)}}
+    assert sum(start < 96 for start, _ in programs.extended) == 3, "three chunks of 32 tokens"
+    assert get_scores(results) == score_alone(memory, *requests)
+
+
+def test_an_equal_scored_prompt_computes_nothing(programs, scheduler):
+    first, again = (score(name, make_prompt(70)) for name in ("first", "again"))
+    run(scheduler, first)
+    results, num_computed = run_and_count(programs, lambda: run(scheduler, again))
+    assert num_computed == 0 and results.cache_hits == {"again": 70}
+    assert get_scores(results) == score_alone(MEMORY, again)
+
+
+def test_a_scored_prompt_may_have_samples(programs, scheduler):
+    """Its samples have the same bits after a hit. A preempted sample has no scores."""
     prompt, options = make_prompt(70), PromptOptions(logprobs=True)
-    run(scheduler, make_request("first", prompt))
-    results = run(
-        scheduler,
-        make_request("score", prompt, max_tokens=1, options=options),
-        make_request("both", prompt, max_tokens=6, options=options),
-    )
-    assert results.cache_hits == {"score": 0, "both": 0}
-    assert programs.num_computed == 3 * 96
+    first, again = (make_request(name, prompt, samples=3, max_tokens=6, options=options) for name in ("first", "again"))
+    results = run(scheduler, first, again)
+    assert results.cache_hits == {"first": 0, "again": 70} and programs.num_computed == 96
+    scores = get_scores(results)
+    assert scores["first"] == scores["again"]
+    for index in range(3):
+        assert results.bits["first", index] == results.bits["again", index]
+
+
+KINDS = {
+    "none": {"logprobs": False},
+    "logprobs": {},
+    "topk": {"topk": 2},
+    "last_n": {"last_n": 20},
+    "later": {"last_n": 10},
+    "targets": {"target_tokens": np.zeros((69, 2), np.int64)},
+    "alternatives": {"alt_tokens_k": 2},
+}
+"""Options of requests that need different data of each chunk. Targets and alternatives belong to one request."""
+
+
+def test_prompts_share_scores_of_their_own_kind_only(programs, scheduler):
+    prompt, kinds = make_prompt(70), KINDS
+    first = run(scheduler, *(score(kind, prompt, **options) for kind, options in kinds.items()))
+    assert not any(first.cache_hits.values()) and programs.num_computed == len(kinds) * 96
+    again = run(scheduler, *(score(f"{kind} again", prompt, **options) for kind, options in kinds.items()))
+    hits = {kind: again.cache_hits[f"{kind} again"] for kind in kinds}
+    assert hits == {**dict.fromkeys(kinds, 70), "targets": 0, "alternatives": 0}
+    assert run(scheduler, score("likeliest", prompt, topk=1)).cache_hits == {"likeliest": 70}, "K is in no program"
+
+
+def test_scores_belong_to_one_sampler_and_scope(programs, scheduler):
+    prompt = make_prompt(70)
+    requests = [
+        *(score(f"{sampler}", prompt, sampler=sampler) for sampler in (RED, BLUE, None)),
+        replace(score("scope", prompt), cache_scope="ann"),
+    ]
+    results = run(scheduler, *requests)
+    assert not any(results.cache_hits.values()) and programs.num_computed == 4 * 96
+    assert len(set(get_scores(results).values())) == 3, "each sampler has its own"
+    scheduler.drop(RED)
+    scheduler.load(RED, 3)
+    again = run(scheduler, score("again", prompt))
+    assert again.cache_hits == {"again": 0} and get_scores(again)["again"] not in get_scores(results).values()
+
+
+def test_evicted_scores_are_computed_again(programs):
+    """The cache holds one prompt of 112 tokens."""
+    memory = replace(MEMORY, prefix_tokens=128)
+    scheduler, prompts = start(programs, memory), [make_prompt(100, seed=seed) for seed in range(2)]
+    requests = [score(f"{n}", prompts[n % 2]) for n in range(4)]
+    for request in requests:
+        results = run(scheduler, request)
+        assert results.cache_hits == {request.request_id: 0}
+        assert get_scores(results) == score_alone(memory, request)
+    assert run(scheduler, score("last", prompts[1])).cache_hits == {"last": 100}
+    assert scheduler.meters().prefix_cache_tokens == 112
 
 
 def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(programs, scheduler):

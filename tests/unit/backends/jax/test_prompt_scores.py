@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +16,19 @@ from tests.support.fast_jit import fast_jit
 
 BUCKET = 64
 CHUNK = 32
+MAX_TOPK = 4
 forward = fast_jit(models.forward, static_argnames="config")
+
+
+def make_request(prompt, temperature=1.0, seed=0, **options):
+    return SampleRequest(
+        request_id=RequestId("r"),
+        sampler=None,
+        prompt=prompt,
+        num_samples=1,
+        params=SamplingParams(seed=seed, max_tokens=1, temperature=temperature),
+        options=PromptOptions(**options),
+    )
 
 
 @pytest.fixture
@@ -24,20 +37,13 @@ def score(tiny, monkeypatch):
     monkeypatch.setattr(prompt_scores, "WINDOW", 16)
 
     def run(prompt, temperature=1.0, seed=0, **options):
-        request = SampleRequest(
-            request_id=RequestId("r"),
-            sampler=None,
-            prompt=prompt,
-            num_samples=1,
-            params=SamplingParams(seed=seed, max_tokens=1, temperature=temperature),
-            options=PromptOptions(**options),
-        )
-
+        request = make_request(prompt, temperature, seed, **options)
         padded = np.pad(prompt, (0, BUCKET - prompt.size))
         hidden = forward(tiny.params, tiny.config, padded[None])[0]
-        scores = PromptScores(tiny.params, request, max_topk=4, max_alt=32)
+        scores = PromptScores(tiny.params, request, max_topk=MAX_TOPK, max_alt=32)
         for start in range(0, prompt.size, CHUNK):
-            scores.add(None, 0, hidden[start : start + CHUNK], start)
+            last = min(start + CHUNK, prompt.size) - 1
+            scores.add(None, 0, hidden[start : start + CHUNK], hidden[last : last + 1], start)
 
         result = scores.make_result()
         logits = np.asarray(models.logits(tiny.params, hidden))[: prompt.size - 1]
@@ -99,6 +105,40 @@ def test_greedy_alternatives_are_the_most_likely_token(score):
     best = expected().argmax(-1)
     assert (result.alt_tokens.token_ids == best[:, None]).all()
     np.testing.assert_allclose(result.alt_tokens.logprobs[:, 1], expected().max(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "num_bytes"), [({}, 4), ({"topk": 1}, 4 + 8 * MAX_TOPK)])
+def test_kept_scores_have_the_bits_of_new_ones_and_are_small(tiny, options, num_bytes):
+    """Requests with any number of likeliest tokens share the scores.
+
+    On the device, a window also has 32 columns of targets.
+    """
+
+    def add(scores, prompt, start):
+        hidden = forward(tiny.params, tiny.config, np.pad(prompt, (0, BUCKET - prompt.size))[None])[0]
+        last = min(start + CHUNK, prompt.size) - 1
+        scores.add(None, 0, hidden[start : start + CHUNK], hidden[last : last + 1], start)
+
+    first, second, reused = (
+        PromptScores(tiny.params, make_request(prompt, logprobs=True, **options), max_topk=MAX_TOPK, max_alt=32)
+        for prompt in (PROMPT[:40], PROMPT, PROMPT)
+    )
+    for start in (0, CHUNK):
+        add(first, PROMPT[:40], start)
+        add(second, PROMPT, start)
+    reused.reuse(first.fetch(), CHUNK)
+    add(reused, PROMPT, CHUNK)
+
+    found, expected = reused.make_result(), second.make_result()
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+    if options:
+        np.testing.assert_array_equal(found.topk.token_ids, expected.topk.token_ids)
+        np.testing.assert_array_equal(found.topk.logprobs, expected.topk.logprobs)
+    leaves = jax.tree.leaves(first.fetch()[0].windows)
+    assert all(isinstance(leaf, np.ndarray) and leaf.base is None for leaf in leaves)
+    assert sum(leaf.nbytes for leaf in leaves) == num_bytes * CHUNK
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(first.fetch()[CHUNK].windows)) == num_bytes * 8, "not padded"
+    assert reused.fetch()[0] is first.fetch()[0] is not second.fetch()[0], "prompts share scores, and do not copy them"
 
 
 def test_a_prompt_of_one_token_has_no_scores(score):

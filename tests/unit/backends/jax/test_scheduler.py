@@ -476,6 +476,9 @@ def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
         if request.request_id not in gone:
             alone = Watch(replace(FEW, num_slots=5, tokens=16 * LONGEST, prefix_tokens=0)).run(request).results
             assert {key: watch.results.bits[key] for key in alone.bits} == alone.bits
+            if request.options.logprobs:
+                own, expected = (results.prompt(request.request_id).logprobs for results in (watch.results, alone))
+                np.testing.assert_array_equal(own, expected)
     watch.scheduler.drop(None)
 
     assert watch.scheduler.meters().prefix_cache_tokens == 0

@@ -123,8 +123,15 @@ def test_conversations_and_system_prompts_have_equal_bits_with_hits():
     sample_and_compare("turn 3", third)
     for number in range(3):
         sample_and_compare(f"question {number}", np.concatenate([system, make_prompt(100 + number, seed=5 + number)]))
-    sample_and_compare("scored", third, PromptOptions(logprobs=True))
-    assert hits == {"turn 2": 128, "turn 3": 256, "question 1": 256, "question 2": 256, "scored": 0}
+    for number in range(3):
+        prompt = np.concatenate([system, make_prompt(100 + number, seed=8 + number)])
+        sample_and_compare(f"scored {number}", prompt, PromptOptions(logprobs=True))
+    assert hits.pop("scored 0") == 0
+    assert hits == {
+        "turn 2": 128,
+        "turn 3": 256,
+        **dict.fromkeys(["question 1", "question 2", "scored 1", "scored 2"], 256),
+    }
 
 
 @pytest.mark.slow
