@@ -1,20 +1,26 @@
-"""Training speed with and without shared prefixes (see `skyrl_tx.backends.jax.train.shared_prefixes`).
+"""Speed of training and of `compute_logprobs` with and without shared prefixes.
 
-Two runs on one backend take turns with equal requests. One of them shares prefixes. Only `forward_backward` is
-measured, with the wait for its results. Ratios compare neighbouring steps, by wall time and by CPU seconds.
+Two runs on one backend take turns with equal requests. One of them shares prefixes (see
+`skyrl_tx.backends.jax.train.shared_prefixes`). Only `forward_backward` is measured, with the wait for its results.
+Ratios compare neighbouring steps, by wall time and by CPU seconds.
+
+`compute_logprobs` shares prefixes through the prefix cache. So requests on one new prompt take turns with requests on
+new prompts of the same length that have nothing in common.
 
 Shapes:
   long_prompt  16 samples of 256 tokens on one prompt of 768 tokens
   gsm8k        16 samples of 250 tokens on one prompt of 150 tokens
   dpo          16 pairs of answers of 128 tokens to prompts of 512 tokens
   unshared     16 examples of 400 tokens that have nothing in common
+  compute_logprobs  16 requests for the log-probabilities of a prompt and an answer, as long as in long_prompt
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +30,10 @@ from benchmarks.common import compute_quartiles, report
 from benchmarks.meters import Cost, measure_cost, peak_memory_mb
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
 from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 
@@ -37,6 +44,9 @@ SHAPES = {
     "unshared": (16, 0, 1, 400),
 }
 """Number of prompts, tokens of a prompt, number of answers, tokens of an answer."""
+
+SCORING = "compute_logprobs"
+SAMPLER = SamplerId("sampler")
 
 
 def make_examples(shape: str, model: ModelId, vocab_size: int) -> tuple[PassExample, ...]:
@@ -68,6 +78,41 @@ def make_examples(shape: str, model: ModelId, vocab_size: int) -> tuple[PassExam
     return tuple(examples)
 
 
+def make_requests(step: int, vocab_size: int, *, shares: bool) -> tuple[SampleRequest, ...]:
+    """Return requests as `compute_logprobs` of the SDK sends them, with other tokens in every step."""
+    draw = np.random.default_rng((step, shares))
+    _, prompt_length, num_answers, answer_length = SHAPES["long_prompt"]
+    prompts = draw.integers(0, vocab_size, (1 if shares else num_answers, prompt_length))
+    answers = draw.integers(0, vocab_size, (num_answers, answer_length))
+    return tuple(
+        SampleRequest(
+            request_id=RequestId(f"{step}-{shares}-{number}"),
+            sampler=SAMPLER,
+            prompt=np.concatenate([prompts[number % len(prompts)], answer]).astype(np.int32),
+            num_samples=1,
+            params=SamplingParams(seed=number, max_tokens=1),
+            options=PromptOptions(logprobs=True),
+        )
+        for number, answer in enumerate(answers)
+    )
+
+
+def measure_scoring(backend: JaxBackend, vocab_size: int, repeats: int) -> dict[str, Any]:
+    """Alternate requests on prompts that differ and on a common prompt."""
+
+    def make_step(shares: bool) -> Callable[[], Cost]:
+        numbers = itertools.count()
+
+        def step() -> Cost:
+            batch = PreparedSampleBatch(requests=make_requests(next(numbers), vocab_size, shares=shares))
+            return measure_cost(lambda: list(backend.sample(batch)))
+
+        return step
+
+    steps = {"plain": make_step(False), "shared": make_step(True)}
+    return alternate(SCORING, steps, SHAPES["long_prompt"][2], repeats)
+
+
 def measure_shape(shape: str, backend: JaxBackend, vocab_size: int, repeats: int) -> dict[str, Any]:
     """Alternate steps without and with sharing."""
 
@@ -76,13 +121,17 @@ def measure_shape(shape: str, backend: JaxBackend, vocab_size: int, repeats: int
         return lambda: measure_cost(lambda: backend.forward_backward(batch))
 
     steps = {name: make_step(ModelId(name)) for name in ("plain", "shared")}
+    return alternate(shape, steps, len(make_examples(shape, ModelId("plain"), vocab_size)), repeats)
+
+
+def alternate(shape: str, steps: Mapping[str, Callable[[], Cost]], num_examples: int, repeats: int) -> dict[str, Any]:
+    """Run the steps "plain" and "shared" in turn. Returns rates and ratios."""
     costs: dict[str, list[Cost]] = {name: [] for name in steps}
     for repeat in range(2 + repeats):  # the first two compile and warm up
         for name, step in steps.items():
             cost = step()
             costs[name] += [cost] if repeat >= 2 else []
 
-    num_examples = len(make_examples(shape, ModelId("plain"), vocab_size))
     pairs = list(zip(costs["plain"], costs["shared"], strict=True))
     rates = {name: statistics.median(num_examples / cost.wall_s for cost in own) for name, own in costs.items()}
     results = {
@@ -97,7 +146,7 @@ def measure_shape(shape: str, backend: JaxBackend, vocab_size: int, repeats: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or the directory of a model")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="see above")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, SCORING], default=[*SHAPES, SCORING], help="see above")
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each run")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="tokens of a micro-batch")
@@ -117,8 +166,14 @@ def main() -> None:
         for name, shares in (("plain", False), ("shared", True)):
             spec = ModelSpec(lora=LoraSpec(rank=options.rank, seed=0), shares_prefixes=shares)
             backend.create_model(ModelId(name), spec)
+        backend.load_sampler(SAMPLER, backend.capture(ModelId("plain"), {StatePart.WEIGHTS}))
         results: dict[str, Any] = {
-            shape: measure_shape(shape, backend, vocab_size, options.repeats) for shape in options.shapes
+            shape: (
+                measure_scoring(backend, vocab_size, options.repeats)
+                if shape == SCORING
+                else measure_shape(shape, backend, vocab_size, options.repeats)
+            )
+            for shape in options.shapes
         }
         results["peak_memory_mb"] = peak_memory_mb()
     report("shared_prefixes", options, results, ("jax", "jaxlib", "numpy"))
