@@ -1,4 +1,4 @@
-"""Models (training runs) and their recovery snapshots."""
+"""Models and their recovery snapshots. Clients see a model as a training run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _IS_DELETED = select(ModelRow.model_id).where(
     ModelRow.model_id == bindparam("model_id"), col(ModelRow.deleted_at).is_not(None)
 )
 
-# These statements run for every request, so they are built once and load no ORM objects.
+# Statements are built once. If every request runs one of them, it loads no ORM objects.
 _TOUCH = (
     update(ModelRow)
     .where(col(ModelRow.model_id) == bindparam("name"), col(ModelRow.last_request_at) < bindparam("now"))
@@ -167,7 +167,7 @@ def abandon_all(tx: Session) -> list[ModelRow]:
 
 
 def expire(tx: Session, before: float) -> list[ModelId]:
-    """Expire the models without a request and without a heartbeat of their session since `before`.
+    """Expire the models whose last request, and last heartbeat of the session, are before a time.
 
     Their snapshots are deleted. Returns the ids of the models.
     """
@@ -189,7 +189,7 @@ def set_incomplete_gradient(tx: Session, model_id: ModelId, message: str | None)
 def touch(tx: Session, model_id: ModelId, now: float) -> None:
     """Record the time of a request for a model. Raises LookupError if the model does not exist."""
     if execute(tx, _TOUCH, {"name": model_id, "now": now}).rowcount == 0:
-        get_existing(tx, ModelRow, model_id)  # the model must exist, and have a later time
+        get_existing(tx, ModelRow, model_id)  # if the model exists, a later time is stored
 
 
 def assign_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) -> int:
@@ -247,7 +247,7 @@ _FAILED_BY_SESSION = (
 
 
 def find_failed_by_session(tx: Session, session_ids: Iterable[SessionId]) -> dict[SessionId, ModelId]:
-    """Return a run of each session whose runs could all not be created."""
+    """Return one of the models of each session in which the creation of every model failed."""
     return {SessionId(name): ModelId(run) for name, run in execute_in_batches(tx, _FAILED_BY_SESSION, session_ids)}
 
 
@@ -269,8 +269,8 @@ def list_owned(
 ) -> tuple[list[ModelRow], int]:
     """Return a page of an owner's models, newest first, and the total number of models.
 
-    The order is by creation, so that a client that reads the pages during training sees every
-    model.
+    The order is by creation and not by last request, because training would change the second order
+    while a client reads the pages.
 
     Args:
         tx: The transaction.
@@ -305,8 +305,8 @@ def mark_deleted(tx: Session, model_id: ModelId, now: float) -> bool:
     if row is None or row.deleted_at is not None:
         return False
     row.deleted_at = now
-    kept = col(CheckpointRow.model_id) == model_id, col(CheckpointRow.deleted_at).is_(None)
-    execute(tx, update(CheckpointRow).where(*kept).values(deleted_at=now))
+    not_deleted = col(CheckpointRow.model_id) == model_id, col(CheckpointRow.deleted_at).is_(None)
+    execute(tx, update(CheckpointRow).where(*not_deleted).values(deleted_at=now))
     return True
 
 
@@ -327,9 +327,9 @@ def undelete(tx: Session, model_id: ModelId) -> bool:
 def purge(tx: Session, before: float, remove_rows: RemoveRows) -> list[ModelId]:
     """Remove the runs that were deleted before a time.
 
-    `remove_rows` removes rows of optional features. A run that can still be trained is only
-    expired. A later call removes it when it has no open requests. Returns the expired runs, which
-    the engine must unload.
+    `remove_rows` gets the ids, and deletes rows in the tables of optional features, such as
+    history. A run that can still be trained is only expired. A later call removes it when it has no
+    open requests. Returns the expired runs, which the engine must unload.
     """
     expired: list[ModelId] = []
     for row in tx.exec(_DELETED, params={"before": before}).all():

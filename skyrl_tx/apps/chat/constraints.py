@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from skyrl_tx.apps.chat.call_grammars import WRITERS, GrammarWriter, Tools, write_calls
-from skyrl_tx.apps.chat.message import FORMS, Form, find_opening
+from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, find_prefilled
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.schemas import ResponseFormat, StructuredOutputs
 from skyrl_tx.apps.chat.service import ChatService
@@ -124,7 +124,7 @@ class ReplyConstraint:
         self._prompt = prompt
         self._template = service.text.template.source
         self._writer = GrammarWriter(service.text.tokenizer.token_to_id)
-        names = [name for name, form in FORMS.items() if form is prompt.form]
+        names = [name for name, form in FORMATS.items() if form is prompt.form]
         self._form = names[0] if names else ""
 
     def constrain_content(self, constraint: Constraint) -> Constraint:
@@ -159,9 +159,9 @@ class ReplyConstraint:
     def _write_start(self, *, is_call: bool) -> str:
         """Return an expression for the reasoning and marks before the content or the calls, possibly empty."""
         form, prompt, writer = self._prompt.form, self._prompt.text, self._writer
-        if not isinstance(form, Form):
+        if not isinstance(form, MessageFormat):
             return ""
-        opening = find_opening(form, prompt)
+        opening = find_prefilled(form, prompt)
         if form.has_headers:
             require(not opening, "continue_final_message: the continued message cannot be constrained")
             channel, message, start = (writer.mark(mark) for mark in ("<|channel|>", "<|message|>", "<|start|>"))

@@ -1,7 +1,7 @@
 """Parse sampled text into reasoning, content and tool calls, while it is being streamed.
 
-A message consists of blocks between marks, for example `<think>` and `</think>`. Each family of
-models has its own marks. `FORMS` lists them.
+A message consists of blocks between delimiters, for example `<think>` and `</think>`. Each family
+of models has its own message format. `FORMATS` lists them.
 """
 
 import re
@@ -27,47 +27,48 @@ Part = TextPart | ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBlock:
-    """A part of a message between two marks.
+    """A part of a message between two delimiters.
 
-    A "call" is held back until it is complete. A "mark" has no content and is dropped.
+    A "call" is held back until it is complete. A "dropped" block is a delimiter without a meaning.
     """
 
-    kind: Literal["reasoning", "content", "call", "mark"]
+    kind: Literal["reasoning", "content", "call", "dropped"]
     start: str
     ends: tuple[str, ...] = ()
-    """The first of these marks ends the block. A block without them ends with the message."""
+    """The first of these delimiters ends the block. A block without them ends with the message.
+    An empty delimiter ends it at once."""
     read: Reader | None = None
     """Reads the tool calls of a block of kind "call"."""
     header: re.Pattern[str] | None = None
-    """Must match the text before `start`, if the form has headers."""
-    is_first: bool = False
-    """Only white space and other blocks can come before this block."""
+    """Must match the text before `start`, if the format has headers."""
+    before_content: bool = False
+    """The block is recognized only before any content. Reasoning and tool calls may come before it."""
     keeps_end: bool = False
-    """The mark that ends the block also begins the next block."""
+    """The delimiter that ends the block also begins the next block."""
     needs_end: bool = False
-    """A block of kind "call" without the mark that ends it is malformed."""
+    """A block of kind "call" without its end is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MessageFormat:
     """How a family of models writes a message."""
 
     blocks: tuple[MessageBlock, ...] = ()
-    clues: tuple[str, ...] = ()
-    """A chat template with one of these texts belongs to the family."""
-    inner_marks: tuple[str, ...] = ()
-    """Marks inside of blocks."""
+    template_markers: tuple[str, ...] = ()
+    """Texts that identify the format in a chat template."""
+    inner_delimiters: tuple[str, ...] = ()
+    """Special tokens inside a block that the reader of a tool call needs."""
     has_headers: bool = False
     """The text before a block is not content, but says what the block is."""
 
-    def list_marks(self, *, has_tools: bool) -> set[str]:
-        """Return the texts that a parser needs to see even if they are special tokens."""
+    def list_delimiters(self, *, has_tools: bool) -> set[str]:
+        """Return the texts that the detokenizer must keep even if they are special tokens."""
         form = self._select(calls=has_tools, reasoning=True)
-        return {mark for block in form.blocks for mark in (block.start, *block.ends)} | set(form.inner_marks)
+        return {text for block in form.blocks for text in (block.start, *block.ends)} | set(form.inner_delimiters)
 
     @property
     def has_calls(self) -> bool:
-        """Whether the form has tool calls."""
+        """Whether the format has tool calls."""
         return any(block.kind == "call" for block in self.blocks)
 
     def create_parser(
@@ -75,28 +76,36 @@ class Form:
     ) -> "MessageParser":
         """Create a parser for one reply to `prompt`. Without tools, tool calls are content."""
         form = self._select(calls=bool(tools), reasoning=separates_reasoning)
-        return MessageParser(form, tool_calls.collect_schemas(tools), opening=find_opening(form, prompt))
+        return MessageParser(form, tool_calls.collect_schemas(tools), prefilled=find_prefilled(form, prompt))
 
-    def _select(self, *, calls: bool, reasoning: bool) -> "Form":
-        left_out = {*(() if calls else ("call", "mark")), *(() if reasoning else ("reasoning",))}
+    def _select(self, *, calls: bool, reasoning: bool) -> "MessageFormat":
+        left_out = {*(() if calls else ("call", "dropped")), *(() if reasoning else ("reasoning",))}
         blocks = tuple(block for block in self.blocks if block.kind not in left_out)
-        return Form(blocks, self.clues, self.inner_marks if calls or self.has_headers else (), self.has_headers)
+        return MessageFormat(
+            blocks, self.template_markers, self.inner_delimiters if calls or self.has_headers else (), self.has_headers
+        )
 
 
 def _make_call(
-    read: Reader, start: str, *ends: str, keeps_end: bool = False, is_first: bool = False, needs_end: bool = False
+    read: Reader, start: str, *ends: str, keeps_end: bool = False, before_content: bool = False, needs_end: bool = False
 ) -> MessageBlock:
     return MessageBlock(
-        kind="call", start=start, ends=ends, read=read, keeps_end=keeps_end, is_first=is_first, needs_end=needs_end
+        kind="call",
+        start=start,
+        ends=ends,
+        read=read,
+        keeps_end=keeps_end,
+        before_content=before_content,
+        needs_end=needs_end,
     )
 
 
-def _drop(mark: str) -> MessageBlock:
-    return MessageBlock(kind="mark", start=mark, ends=("",))
+def _make_dropped(delimiter: str) -> MessageBlock:
+    return MessageBlock(kind="dropped", start=delimiter, ends=("",))
 
 
 _THOUGHTS = tuple(
-    MessageBlock(kind="reasoning", start=start, ends=(end,), is_first=True)
+    MessageBlock(kind="reasoning", start=start, ends=(end,), before_content=True)
     for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 )
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
@@ -105,9 +114,9 @@ _PIECE = 4096
 """A long text is read in pieces of this many characters."""
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
-FORMS: Mapping[str, Form] = {
+FORMATS: Mapping[str, MessageFormat] = {
     # gpt-oss
-    "harmony": Form(
+    "harmony": MessageFormat(
         (
             MessageBlock(
                 kind="call",
@@ -119,12 +128,12 @@ FORMS: Mapping[str, Form] = {
             MessageBlock(kind="reasoning", start=_MESSAGE, ends=_HARMONY_ENDS, header=re.compile("analysis")),
             MessageBlock(kind="content", start=_MESSAGE, ends=_HARMONY_ENDS),
         ),
-        clues=("<|channel|>",),
-        inner_marks=("<|start|>", "<|channel|>", "<|constrain|>"),
+        template_markers=("<|channel|>",),
+        inner_delimiters=("<|start|>", "<|channel|>", "<|constrain|>"),
         has_headers=True,
     ),
-    # DeepSeek V3.2, and V4 with another name of the outer mark
-    "deepseek_v32": Form(
+    # DeepSeek V3.2, and V4, which wraps its calls in `tool_calls` instead of `function_calls`
+    "deepseek_v32": MessageFormat(
         (
             *_THOUGHTS,
             MessageBlock(
@@ -134,83 +143,93 @@ FORMS: Mapping[str, Form] = {
                 read=tool_calls.read_dsml,
                 needs_end=True,
             ),
-            *(_drop(f"<{sign}｜DSML｜{name}>") for name in ("function_calls", "tool_calls") for sign in ("", "/")),
+            *(
+                _make_dropped(f"<{sign}｜DSML｜{name}>")
+                for name in ("function_calls", "tool_calls")
+                for sign in ("", "/")
+            ),
         ),
-        clues=("｜DSML｜",),
-        inner_marks=("｜DSML｜",),
+        template_markers=("｜DSML｜",),
+        inner_delimiters=("｜DSML｜",),
     ),
     # DeepSeek V3, V3.1 and R1
-    "deepseek": Form(
+    "deepseek": MessageFormat(
         (
             *_THOUGHTS,
             _make_call(tool_calls.read_deepseek, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-            _drop("<｜tool▁calls▁begin｜>"),
-            _drop("<｜tool▁calls▁end｜>"),
+            _make_dropped("<｜tool▁calls▁begin｜>"),
+            _make_dropped("<｜tool▁calls▁end｜>"),
         ),
-        clues=("<｜tool▁call▁begin｜>",),
-        inner_marks=("<｜tool▁sep｜>",),
+        template_markers=("<｜tool▁call▁begin｜>",),
+        inner_delimiters=("<｜tool▁sep｜>",),
     ),
     # Kimi K2
-    "kimi": Form(
+    "kimi": MessageFormat(
         (
             *_THOUGHTS,
             _make_call(tool_calls.read_kimi, "<|tool_call_begin|>", "<|tool_call_end|>"),
-            _drop("<|tool_calls_section_begin|>"),
-            _drop("<|tool_calls_section_end|>"),
+            _make_dropped("<|tool_calls_section_begin|>"),
+            _make_dropped("<|tool_calls_section_end|>"),
         ),
-        clues=("<|tool_call_begin|>",),
-        inner_marks=("<|tool_call_argument_begin|>",),
+        template_markers=("<|tool_call_begin|>",),
+        inner_delimiters=("<|tool_call_argument_begin|>",),
     ),
     # Mistral, Magistral and Devstral
-    "mistral": Form(
+    "mistral": MessageFormat(
         (*_THOUGHTS, _make_call(tool_calls.read_mistral, "[TOOL_CALLS]", "[TOOL_CALLS]", keeps_end=True)),
-        clues=("[TOOL_CALLS]",),
-        inner_marks=("[ARGS]", "[CALL_ID]"),
+        template_markers=("[TOOL_CALLS]",),
+        inner_delimiters=("[ARGS]", "[CALL_ID]"),
     ),
     # Qwen3-Coder, Qwen3.5 and Nemotron 3
-    "qwen3_coder": Form(
+    "qwen3_coder": MessageFormat(
         (
             *_THOUGHTS,
             _make_call(tool_calls.read_xml, _CALL, _END_CALL),
-            # Qwen3-Coder sometimes forgets the first mark
+            # Qwen3-Coder sometimes forgets `<tool_call>`
             _make_call(tool_calls.read_xml, "<function=", "</function>", needs_end=True),
-            _drop(_END_CALL),
+            _make_dropped(_END_CALL),
         ),
-        clues=("<function=",),
+        template_markers=("<function=",),
     ),
     # GLM-4.5 to 4.7
-    "glm": Form((*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL, needs_end=True)), clues=("<arg_key>",)),
+    "glm": MessageFormat(
+        (*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL, needs_end=True)), template_markers=("<arg_key>",)
+    ),
     # Hermes, Qwen2.5 and Qwen3
-    "hermes": Form((*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), clues=(_CALL,)),
-    # Llama 4, and Llama 3.2 with the same instructions
-    "llama4": Form(
+    "hermes": MessageFormat(
+        (*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), template_markers=(_CALL,)
+    ),
+    # Llama 4, and Llama 3.2 if its chat template asks for calls in Python syntax
+    "llama4": MessageFormat(
         (
             *_THOUGHTS,
             _make_call(tool_calls.read_pythonic, "<|python_start|>", "<|python_end|>"),
-            _make_call(tool_calls.read_pythonic, "[", is_first=True),
+            _make_call(tool_calls.read_pythonic, "[", before_content=True),
         ),
-        clues=("[func_name1(",),
+        template_markers=("[func_name1(",),
     ),
     # Llama 3
-    "llama3": Form(
+    "llama3": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_llama3, "<|python_tag|>", is_first=True),
-            _make_call(tool_calls.read_llama3, "{", is_first=True),
+            _make_call(tool_calls.read_llama3, "<|python_tag|>", before_content=True),
+            _make_call(tool_calls.read_llama3, "{", before_content=True),
         ),
-        clues=("<|python_tag|>", "ipython"),
+        template_markers=("<|python_tag|>", "ipython"),
     ),
-    "none": Form(_THOUGHTS),
+    "none": MessageFormat(_THOUGHTS),
 }
-"""The forms by name. A chat template may have the clues of several forms; the first form is chosen."""
+"""The formats by name. The first one with a marker in the chat template is chosen."""
 
 
-def choose_form(template: str) -> str:
-    """Choose a form from the text of the model's chat template. Returns its name."""
-    return next((name for name, form in FORMS.items() if any(clue in template for clue in form.clues)), "none")
+def choose_format(template: str) -> str:
+    """Choose a format from the text of the model's chat template. Returns its name."""
+    return next(
+        (name for name, form in FORMATS.items() if any(marker in template for marker in form.template_markers)), "none"
+    )
 
 
-def find_opening(form: Form, prompt: str) -> str:
+def find_prefilled(form: MessageFormat, prompt: str) -> str:
     """Return the end of a prompt if it opens a block, else "".
 
     For example, a chat template may end the prompt with `<think>`.
@@ -223,39 +242,42 @@ def find_opening(form: Form, prompt: str) -> str:
 
 
 class MessageParser:
-    """Parses a message that arrives in parts.
+    """Parses a message that arrives in chunks.
 
     White space around reasoning and tool calls is dropped. A malformed or incomplete tool call is
     returned as text.
     """
 
-    def __init__(self, form: Form, schemas: tool_calls.Schemas | None = None, *, opening: str = "") -> None:
-        """`opening` is the end of the prompt, if it belongs to the message."""
+    def __init__(self, form: MessageFormat, schemas: tool_calls.Schemas | None = None, *, prefilled: str = "") -> None:
+        """`prefilled` is the beginning of the message that the chat template wrote, such as `<think>`."""
         self._form = form
         self._schemas = schemas or {}
-        self._starts = sorted({block.start for block in form.blocks if not block.is_first})
+        self._starts = sorted({block.start for block in form.blocks if not block.before_content})
 
-        # The text that was read so far
+        # Text and block that were not returned yet
         self._held = ""
         """Text that was not parsed yet."""
         self._block: MessageBlock | None = None
         """The block that is open, or None."""
         self._opened_by = ""
-        """The header and the mark that opened the block. Empty once a part of its text was returned."""
+        """The header and the delimiter that opened the block.
 
-        # The content that was returned so far
+        They are returned as text if the block is malformed. Empty once text of the block was returned.
+        """
+
+        # What was returned so far
         self._space = ""
         """White space at the end of the content so far. It is dropped if a block follows."""
-        self._is_first = True
-        """There was no content so far."""
+        self._has_content = False
+        """There was content before."""
         self._follows_block = False
-        """There was no content since the last block, or since the beginning of the open block."""
+        """Reasoning or a tool call came last, so white space at the beginning of content is dropped."""
         self._has_text_block = False
         """A block of kind "content" had text."""
         self.has_calls = False
         """True once the message has a tool call."""
 
-        self.feed(opening)
+        self.feed(prefilled)
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
@@ -263,7 +285,7 @@ class MessageParser:
 
         With `is_last`, return everything that was held back.
         """
-        # In pieces, because each mark copies the rest of the text
+        # Read pieces: at each delimiter the rest of the text is copied, which takes long for a long text
         parts: list[Part] = []
         for start in range(0, len(text), _PIECE):
             self._held += text[start : start + _PIECE]
@@ -289,8 +311,8 @@ class MessageParser:
     def _read_outside(self, *, is_last: bool) -> list[Part]:
         """Read up to the beginning of the next block."""
         # A block that can only be the first. Wait while the text may be the beginning of one.
-        if self._is_first:
-            firsts = [block for block in self._form.blocks if block.is_first]
+        if not self._has_content:
+            firsts = [block for block in self._form.blocks if block.before_content]
             text = self._held.lstrip()
             for block in firsts:
                 if text.startswith(block.start):
@@ -299,10 +321,10 @@ class MessageParser:
             if not is_last and any(block.start.startswith(text) for block in firsts):
                 return []
 
-        # Any other block. Without one, return the text except for a possible beginning of a mark.
+        # Any other block. Without one, return the text except for a possible beginning of a delimiter.
         found = [(self._held.find(start), start) for start in self._starts if start in self._held]
         if not found:
-            if self._form.has_headers and not (is_last and self._is_first):
+            if self._form.has_headers and not (is_last and not self._has_content):
                 return []
             keep = 0 if is_last or not self._starts else count_possible_start(self._held, self._starts)
             return self._release(self._take(len(self._held) - keep))
@@ -322,7 +344,7 @@ class MessageParser:
         if block.kind != "call":
             self._space, self._follows_block = "", True
         if self._form.has_headers:
-            self._is_first = False
+            self._has_content = True
 
     def _take(self, size: int) -> str:
         """Remove and return the beginning of the text that was not parsed yet."""
@@ -362,8 +384,8 @@ class MessageParser:
         return [*calls]
 
     def _read_text(self, block: MessageBlock, text: str) -> list[Part]:
-        """Return text of the open block. Blocks of content are separated by an empty line."""
-        if block.kind in ("mark", "call") or not text:
+        """Return text of the open block. Inserts an empty line between two blocks of content."""
+        if block.kind in ("dropped", "call") or not text:
             return []
 
         is_new, self._opened_by = bool(self._opened_by), ""
@@ -385,12 +407,12 @@ class MessageParser:
         if self._follows_block:
             content = content.lstrip()
         if content:
-            self._is_first = self._follows_block = False
+            self._has_content, self._follows_block = True, False
         return _make_text("content", content)
 
 
 def keep_first_call(parts: Sequence[Part], *, had_calls: bool) -> list[Part]:
-    """Return the parts without tool calls after the first. With `had_calls`, earlier parts had a call."""
+    """Drop every tool call but the first. With `had_calls`, earlier parts had a call."""
     first = next((part for part in parts if isinstance(part, ToolCall)), None)
     return [part for part in parts if isinstance(part, TextPart) or (part is first and not had_calls)]
 

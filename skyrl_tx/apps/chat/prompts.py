@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from skyrl_tx.apps.chat.message import FORMS, Form, MessageParser, choose_form
+from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, MessageParser, choose_format
 from skyrl_tx.apps.chat.message_forms import Message, ToolArguments, read_text
 from skyrl_tx.apps.chat.response_template import ResponseTemplate, TemplateParser
 from skyrl_tx.apps.chat.schemas import (
@@ -31,13 +31,13 @@ class ChatPrompt:
 
     text: str
     tokens: list[int]
-    form: Form | ResponseTemplate
+    form: MessageFormat | ResponseTemplate
     tools: Sequence[Mapping[str, object]]
 
     @property
     def marks(self) -> Collection[str]:
         """The texts that the parser needs to see even if they are special tokens."""
-        return self.form.list_marks(has_tools=bool(self.tools))
+        return self.form.list_delimiters(has_tools=bool(self.tools))
 
     def create_parser(self, *, separates_reasoning: bool) -> MessageParser | TemplateParser:
         """Create a parser for one reply."""
@@ -76,9 +76,9 @@ def render_prompt(
     # Choose the form of the reply
     configured = service.context.settings.tool_parser
     if configured == "auto":
-        form = service.response_template or FORMS[choose_form(template.source)]
+        form = service.response_template or FORMATS[choose_format(template.source)]
     else:
-        form = FORMS[configured]
+        form = FORMATS[configured]
     require(
         not tools or form.has_calls,
         "tools: the server cannot tell from the model's chat template in which format the model writes tool calls; "

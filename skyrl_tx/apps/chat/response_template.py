@@ -1,7 +1,7 @@
 """Parse messages with the response template of a model, as `parse_response` of transformers does.
 
 A few models have the field `response_template` in `tokenizer_config.json`. It describes the form of
-their messages, so that no entry in `FORMS` is necessary.
+their messages, so that no entry in `FORMATS` is necessary.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class ResponseTemplate:
             raise UserError(f"the model's response template is malformed: {error}") from error
         self.has_calls = _CALLS in self._template.fields
 
-    def list_marks(self, *, has_tools: bool) -> Collection[str]:
+    def list_delimiters(self, *, has_tools: bool) -> Collection[str]:
         """Return all special tokens, because the template may use any of them."""
         return self._special_tokens
 

@@ -1,4 +1,4 @@
-"""Translates sample requests from the wire format to the contract."""
+"""Translates sample requests from the wire format to the request types of `skyrl_tx.contract`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,8 @@ def translate_sample(
 ) -> Submission:
     """Translate a sample request. Draws the seed if the client sent none.
 
-    `logprobs` is the kind of log-probabilities of the session or the server.
+    `logprobs` says which log-probabilities the sample reports: "tempered" ones, of the distribution
+    that tokens are drawn from, or "raw" ones, before temperature and penalties.
     """
     check_number("num_samples", request.num_samples)
 
@@ -41,7 +42,8 @@ def translate_sample(
         is_recorded=bool(request.record_stability_info),
     )
 
-    # The digest covers what the client sent, without looked-up values and the drawn seed.
+    # A request with the same id is compared with this one as the client sent it: without the sampler, the ids and
+    # the seed that the server adds.
     as_sent = replace(sample, sampler=None, sequence_ids=())
     sample = replace(sample, params=set_logprobs(sample.params, logprobs))
     if request.sampling_params.seed is None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from skyrl_tx.apps.chat.call_grammars import WRITERS, GrammarWriter, Tools, write_calls
 from skyrl_tx.apps.chat.constraints import ReplyConstraint
-from skyrl_tx.apps.chat.message import FORMS
+from skyrl_tx.apps.chat.message import FORMATS
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
@@ -94,13 +94,13 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def test_every_form_with_tool_calls_has_a_grammar() -> None:
-    assert set(WRITERS) == {name for name, form in FORMS.items() if form.has_calls}
+    assert set(WRITERS) == {name for name, form in FORMATS.items() if form.has_calls}
 
 
 def test_a_form_without_a_grammar_refuses_forced_calls_by_name() -> None:
-    form = next(name for name, form in FORMS.items() if not form.has_calls)
+    form = next(name for name, form in FORMATS.items() if not form.has_calls)
     text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=TOKENIZER)
-    prompt = ChatPrompt("", [], FORMS[form], TOOLS)
+    prompt = ChatPrompt("", [], FORMATS[form], TOOLS)
     constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt)
     with pytest.raises(FieldError, match=f"in the format of this model, {form}; use 'auto'") as caught:
         constraint.require_calls(TOOLS, ["tools[0]", "tools[1]"], has_one_call=False)
@@ -114,7 +114,7 @@ def test_the_grammar_allows_what_the_parser_reads(name: str) -> None:
     grammar = write(form, template)
 
     assert accepts(grammar, text)
-    parser = FORMS[form].create_parser("", TOOLS, separates_reasoning=True)
+    parser = FORMATS[form].create_parser("", TOOLS, separates_reasoning=True)
     [call] = parser.feed(text, is_last=True)
     assert isinstance(call, ToolCall)
     assert (call.name, json.loads(call.arguments)) == ("find", FIND)
@@ -135,7 +135,7 @@ def test_optional_parameters_and_values_of_all_types(form: str) -> None:
         given = {name: values[name] for name in chosen}
         text = _write_call(form, given)
         assert accepts(grammar, text), text
-        [call] = FORMS[form].create_parser("", tools, separates_reasoning=True).feed(text, is_last=True)
+        [call] = FORMATS[form].create_parser("", tools, separates_reasoning=True).feed(text, is_last=True)
         assert isinstance(call, ToolCall) and json.loads(call.arguments) == given
     for chosen in (["flag"], [], ["s", "x"]):  # without the required one, and in another order
         assert not accepts(grammar, _write_call(form, {name: values[name] for name in chosen}))
@@ -177,7 +177,7 @@ def _write_call(form: str, arguments: dict[str, object]) -> str:
 def test_a_call_that_is_cut_off_has_all_arguments_or_stays_text(name: str) -> None:
     """In harmony, a call without arguments has no text either, so its beginning is such a call."""
     text, _ = CALLS[name]
-    form = FORMS[name.split()[0]]
+    form = FORMATS[name.split()[0]]
     for cut in range(len(text)):
         parts = form.create_parser("", TOOLS, separates_reasoning=True).feed(text[:cut], is_last=True)
         calls = [part for part in parts if isinstance(part, ToolCall)]

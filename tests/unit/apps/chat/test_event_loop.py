@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_tx.apps.chat import chat_completions, completions, reply, schemas
 from skyrl_tx.apps.chat.generation import Generation
-from skyrl_tx.apps.chat.message import FORMS
+from skyrl_tx.apps.chat.message import FORMATS
 from skyrl_tx.apps.chat.models import Weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import ChatReply
@@ -93,7 +93,7 @@ def make_chat(service: ChatService, num_samples: int) -> ChatReply:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": TOP}
     request = schemas.ChatCompletionRequest.model_validate(body)
     return chat_completions._ChatCompletion(
-        service, request, ChatPrompt("x", [5], FORMS["none"], []), make_request(num_samples)
+        service, request, ChatPrompt("x", [5], FORMATS["none"], []), make_request(num_samples)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from skyrl_tx.apps.chat.message import FORMS, MessageParser, Part, TextPart, choose_form, find_opening
+from skyrl_tx.apps.chat.message import FORMATS, MessageParser, Part, TextPart, choose_format, find_prefilled
 from skyrl_tx.apps.chat.response_template import ResponseTemplate, TemplateParser
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import UserError
@@ -45,7 +45,7 @@ def split_everywhere(text: str) -> Iterator[list[str]]:
 
 def parse(pieces: list[str], form: str = "none", *, opening: str = "", calls: bool = True) -> list[Any]:
     """Parse text that arrives in pieces, and return the parts with adjacent parts of one kind joined."""
-    parser = FORMS[form].create_parser(opening, TOOLS if calls else [], separates_reasoning=True)
+    parser = FORMATS[form].create_parser(opening, TOOLS if calls else [], separates_reasoning=True)
     return collect(parser, pieces)
 
 
@@ -86,8 +86,8 @@ def test_reasoning_is_split(text: str) -> None:
 
 
 def test_template_may_open_the_reasoning() -> None:
-    opening = find_opening(FORMS["none"], "<|im_start|>assistant\n<think>\n")
-    assert opening == "<think>" and find_opening(FORMS["none"], "<think>\n\n</think>\n\n") == ""
+    opening = find_prefilled(FORMATS["none"], "<|im_start|>assistant\n<think>\n")
+    assert opening == "<think>" and find_prefilled(FORMATS["none"], "<think>\n\n</think>\n\n") == ""
     for pieces in split_everywhere("hm\n</think>\n\nYes."):
         assert parse(pieces, opening=opening) == [("reasoning", "hm"), ("content", "Yes.")]
 
@@ -307,33 +307,33 @@ def test_without_tools_a_call_is_content() -> None:
 
 
 def test_marks_of_calls_are_hidden_without_tools() -> None:
-    assert FORMS["llama3"].list_marks(has_tools=True) > FORMS["llama3"].list_marks(has_tools=False)
-    assert "[ARGS]" not in FORMS["mistral"].list_marks(has_tools=False)
-    assert {"[THINK]", "[/THINK]"} <= FORMS["mistral"].list_marks(has_tools=False)
-    assert "<|channel|>" in FORMS["harmony"].list_marks(has_tools=False)
+    assert FORMATS["llama3"].list_delimiters(has_tools=True) > FORMATS["llama3"].list_delimiters(has_tools=False)
+    assert "[ARGS]" not in FORMATS["mistral"].list_delimiters(has_tools=False)
+    assert {"[THINK]", "[/THINK]"} <= FORMATS["mistral"].list_delimiters(has_tools=False)
+    assert "<|channel|>" in FORMATS["harmony"].list_delimiters(has_tools=False)
 
 
 def test_reasoning_can_stay_in_the_content() -> None:
     text = "<think>\nhm\n</think>\n\nYes."
-    parser = FORMS["hermes"].create_parser("", [], separates_reasoning=False)
+    parser = FORMATS["hermes"].create_parser("", [], separates_reasoning=False)
     assert parser.feed(text, is_last=True) == [TextPart("content", text)]
 
 
 def test_harmony_continues_the_last_message_of_the_prompt() -> None:
     user = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
-    assert find_opening(FORMS["harmony"], user) == ""
+    assert find_prefilled(FORMATS["harmony"], user) == ""
     prompt = f"{user}<|channel|>final<|message|>It is"
     assert parse([" cold."], "harmony", opening=prompt) == [("content", " cold.")]
 
 
 def test_ids_of_calls_are_accepted_by_the_chat_templates() -> None:
     (text,) = KIMI
-    kimi = [part.call_id for part in MessageParser(FORMS["kimi"]).feed(text) if isinstance(part, ToolCall)]
+    kimi = [part.call_id for part in MessageParser(FORMATS["kimi"]).feed(text) if isinstance(part, ToolCall)]
     assert kimi == ["functions.find:0", "functions.now:1"]
     for text in list(MISTRAL)[:3]:
         ids = [
             part.call_id
-            for part in MessageParser(FORMS["mistral"]).feed(text, is_last=True)
+            for part in MessageParser(FORMATS["mistral"]).feed(text, is_last=True)
             if isinstance(part, ToolCall)
         ]
         assert ids and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
@@ -357,7 +357,7 @@ def test_ids_of_calls_are_accepted_by_the_chat_templates() -> None:
     ],
 )
 def test_form_follows_from_the_template(template: str, name: str) -> None:
-    assert choose_form(template) == name
+    assert choose_format(template) == name
 
 
 HOSTILE_ARGUMENTS = {
@@ -387,7 +387,7 @@ WRITTEN = {
 @pytest.mark.parametrize("form", WRITTEN)
 def test_arguments_that_no_response_can_contain_are_text(form: str, arguments: str) -> None:
     written = WRITTEN[form] % arguments
-    parser = MessageParser(FORMS[form])
+    parser = MessageParser(FORMATS[form])
     parts = parser.feed(written, is_last=True)
     assert not parser.has_calls
     text = "".join(part.text for part in parts if isinstance(part, TextPart))
@@ -403,7 +403,7 @@ def test_values_that_no_response_can_contain_are_text(value: str) -> None:
         ),
         ("glm", f"<tool_call>find<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"),
     ):
-        parser = MessageParser(FORMS[form])
+        parser = MessageParser(FORMATS[form])
         assert "".join(part.text for part in parser.feed(written) if isinstance(part, TextPart)) == written
 
 
@@ -433,7 +433,7 @@ HOSTILE_PYTHON = {
 def test_hostile_python_is_text(value: str) -> None:
     written = f"[find(a={value})]"
     started = time.process_time()
-    parser = MessageParser(FORMS["llama4"])
+    parser = MessageParser(FORMATS["llama4"])
     parts = parser.feed(written, is_last=True)
     assert time.process_time() - started < 5.0
     assert not parser.has_calls and "".join(part.text for part in parts if isinstance(part, TextPart)) == written
@@ -441,7 +441,7 @@ def test_hostile_python_is_text(value: str) -> None:
 
 def test_nested_arguments_are_a_call() -> None:
     arguments = '{"a": ' + "[" * 90 + "1" + "]" * 90 + "}"
-    parser = MessageParser(FORMS["llama3"])
+    parser = MessageParser(FORMATS["llama3"])
     (call,) = parser.feed(f'{{"name": "find", "arguments": {arguments}}}', is_last=True)
     assert isinstance(call, ToolCall) and json.loads(call.arguments) == json.loads(arguments)
 
@@ -476,7 +476,7 @@ GEMMA: dict[str, list[Any]] = {
 def test_response_template_of_the_model_is_used(text: str) -> None:
     pytest.importorskip("transformers.utils.chat_parsing")
     template = ResponseTemplate(RESPONSE_TEMPLATE, ["<|tool_call>"])
-    assert template.has_calls and template.list_marks(has_tools=True) == ["<|tool_call>"]
+    assert template.has_calls and template.list_delimiters(has_tools=True) == ["<|tool_call>"]
     for pieces in split_everywhere(text):
         parser = template.create_parser("<|turn>user\nHi<turn|>\n<|turn>model\n", TOOLS, separates_reasoning=True)
         assert collect(parser, pieces) == GEMMA[text], pieces
