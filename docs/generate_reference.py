@@ -266,7 +266,7 @@ def _describe_family(family: ModelFamily) -> tuple[str, ...]:
         f"`{_find_module(family).__name__.replace('.', '/')}.py`",
         _describe_feed_forward(has),
         ", ".join(attention) or "plain",
-        "no" if has & {"in_proj_q", "in_proj_dt"} else "yes",
+        "no" if "in_proj_dt" in has else "yes",
     )
 
 

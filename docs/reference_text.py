@@ -120,7 +120,8 @@ says otherwise; adapters, gradients and optimizer moments are `float32` always.
 
 The last column says whether training computes the common beginning of a request's examples once
 ([decision](../decisions/training.md#shared-prefixes-a-common-beginning-is-computed-once)). Meshes
-and the attention kernels for GPUs and TPUs compute it for each example."""
+and the attention kernels for GPUs and TPUs compute it for each example, and so do delta nets on
+GPUs and TPUs."""
 
 ADAPTERS = """\
 ## Adapters

@@ -93,11 +93,11 @@ def forward_and_count(
 
     The second has an array int32 [layers, E] for each stack of layers with experts. It is empty
     without `uses_BT`, which says how often a position counts: 0 for padding, and more than 1 in a
-    shared prefix. With `prefix`, a sequence also attends to an earlier range of keys in its row.
+    shared prefix. With `prefix`, sequences continue earlier positions of their row.
     """
     if position_BT is None:
         position_BT = find_positions(inputs.shape[1], start_BT, prefix)
-    prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
+    prepared = {mixer: mixer.prepare(start_BT, prefix) for mixer in config.mixers}
     rows: Any = {"start_BT": start_BT, "uses_BT": uses_BT, "prefix": prefix}
     context = replace(_make_context(params, config, position_BT), prepared=prepared, **rows)
 

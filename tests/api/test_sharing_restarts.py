@@ -27,7 +27,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.tables import ModelRow, RequestRow
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
-from tests.support.tiny import TINY_CONFIG, tiny_directory
+from tests.support.tiny import DENSE, HYBRID, TINY_CONFIG, tiny_directory
 
 PROMPT, ANSWERS = 80, (20, 30, 9)
 NUM_TOKENS, NUM_SHARED = 3 * PROMPT + sum(ANSWERS), 2 * (PROMPT - 1)
@@ -37,8 +37,10 @@ NUM_TOKENS, NUM_SHARED = 3 * PROMPT + sum(ANSWERS), 2 * (PROMPT - 1)
 class MortalBackend(JaxBackend):
     """Loses its device in an optimizer step of a given number."""
 
-    def __init__(self, dies_in_step: int | None = None) -> None:
-        super().__init__(str(tiny_directory(std=0.05)), TINY_CONFIG.model_copy(update={"micro_batch_tokens": 256}))
+    def __init__(self, architecture: str, dies_in_step: int | None = None) -> None:
+        super().__init__(
+            str(tiny_directory(architecture, 0.05)), TINY_CONFIG.model_copy(update={"micro_batch_tokens": 256})
+        )
         self._steps_left = dies_in_step
         self.is_dead = threading.Event()
 
@@ -53,8 +55,8 @@ class MortalBackend(JaxBackend):
 
 
 @contextmanager
-def serve_api(directory: Path, *, no_shared_prefixes: bool = False) -> Iterator[Server]:
-    model = str(tiny_directory(std=0.05))
+def serve_api(directory: Path, architecture: str, *, no_shared_prefixes: bool = False) -> Iterator[Server]:
+    model = str(tiny_directory(architecture, 0.05))
     settings = ApiSettings(port=0, data_dir=directory, base_model=model, no_shared_prefixes=no_shared_prefixes)
     with live_api(settings) as server:
         yield server
@@ -62,7 +64,9 @@ def serve_api(directory: Path, *, no_shared_prefixes: bool = False) -> Iterator[
 
 @contextmanager
 def run_engine(server: Server, backend: MortalBackend) -> Iterator[None]:
-    settings = EngineSettings(data_dir=server.settings.data_dir, base_model=server.settings.base_model)
+    settings = EngineSettings(
+        data_dir=server.settings.data_dir, base_model=server.settings.base_model, snapshot_interval_s=600
+    )
     with live_engine(settings, backend):
         end = time.monotonic() + 60
         while server.client.get("/api/v1/healthz").status_code != HTTPStatus.OK:
@@ -123,14 +127,14 @@ def submit(server: Server, model_id: str, seq_id: int) -> Any:
     return server.post("forward_backward", model_id=model_id, seq_id=seq_id, forward_backward_input=make_pass(seq_id))
 
 
-def train(directory: Path, *, dies: bool) -> dict[str, list[Any]]:
+def train(directory: Path, architecture: str, *, dies: bool) -> dict[str, list[Any]]:
     """Train a run that shares and a run of an earlier release. Return the results of their passes.
 
     If `dies`, the engine loses its device before anything is saved. The next server shares no prefixes of new runs.
     """
     results: dict[str, list[Any]] = {"shared": [], "old": []}
     directory.mkdir(mode=0o700)
-    backend = MortalBackend(3 if dies else None)
+    backend = MortalBackend(architecture, 3 if dies else None)
 
     def collect(server: Server, first: int, last: int) -> None:
         answers = {name: [submit(server, run, seq_id) for seq_id in range(first, last)] for name, run in runs.items()}
@@ -138,7 +142,7 @@ def train(directory: Path, *, dies: bool) -> dict[str, list[Any]]:
             results[name] += [server.result(answer) for answer in submitted]
 
     # The first server: two passes, an optimizer step, and two more passes
-    with serve_api(directory) as server:
+    with serve_api(directory, architecture) as server:
         session_id = server.session()
         runs = {"shared": create_run(server, session_id, 0), "old": create_run(server, session_id, 1)}
         forget_sharing(server, runs["old"])
@@ -153,8 +157,8 @@ def train(directory: Path, *, dies: bool) -> dict[str, list[Any]]:
             assert backend.is_dead.wait(60)
 
     # The second server: the optimizer steps that failed, and two more passes
-    backend = MortalBackend()
-    with serve_api(directory, no_shared_prefixes=True) as server, run_engine(server, backend):
+    backend = MortalBackend(architecture)
+    with serve_api(directory, architecture, no_shared_prefixes=True) as server, run_engine(server, backend):
         collect(server, 6, 9)
         meters = backend.meters()
         assert meters.shared_tokens == 6 * NUM_SHARED, "four replayed passes, and two new ones"
@@ -170,8 +174,10 @@ def train(directory: Path, *, dies: bool) -> dict[str, list[Any]]:
     return results
 
 
-def test_a_restart_with_another_setting_replays_the_same_bits(tmp_path: Path) -> None:
-    found, undisturbed = train(tmp_path / "restarted", dies=True), train(tmp_path / "undisturbed", dies=False)
+@pytest.mark.parametrize("architecture", [DENSE, pytest.param(HYBRID, marks=pytest.mark.slow)])
+def test_a_restart_with_another_setting_replays_the_same_bits(architecture: str, tmp_path: Path) -> None:
+    found = train(tmp_path / "restarted", architecture, dies=True)
+    undisturbed = train(tmp_path / "undisturbed", architecture, dies=False)
     assert found == undisturbed
     shared, old = ([result for result in found[name] if "loss_fn_outputs" in result] for name in ("shared", "old"))
     assert len(shared) == len(old) == 6

@@ -16,7 +16,9 @@ from skyrl_tx.layers.kernels.registry import (
     Kernels,
 )
 from skyrl_tx.models.config import Block
+from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.feed_forward import Mixture
+from skyrl_tx.models.parts.recurrent import RecurrentMixer
 
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
@@ -79,10 +81,16 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str
 def can_share_prefixes(kernels: Kernels, model: models.ModelConfig) -> bool:
     """Return whether training on one device can compute the common beginning of examples once.
 
-    Kernels cannot, and neither can recurrent mixers, which would need a state for each suffix.
+    Kernels cannot. A delta net can if it computes chunks one after another, as on a CPU. Mamba
+    cannot, because its rule has no state for the end of a prefix.
     """
-    heads = [mixer.heads for mixer in model.mixers]
-    return all(head is not None and kernels.get_attention_kernel(head) is None for head in heads)
+
+    def can_share(mixer: Mixer) -> bool:
+        if isinstance(mixer, RecurrentMixer):
+            return mixer.shares_prefixes and not kernels.chunks_together
+        return mixer.heads is not None and kernels.get_attention_kernel(mixer.heads) is None
+
+    return all(map(can_share, model.mixers))
 
 
 def count_moe_layers(model: models.ModelConfig) -> int:

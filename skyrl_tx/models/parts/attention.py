@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
+from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
@@ -144,7 +145,7 @@ class Attention(Mixer):
         return CacheSpec(positions=KeyValues(k=array, v=array))  # type: ignore[arg-type]
 
     @override
-    def prepare(self, start_BT: jax.Array | None) -> None:
+    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> None:
         """Return nothing: attention compares starts within each of its tiles."""
 
     @override

@@ -157,8 +157,8 @@ class Mixer(Part, Protocol):
         """Return the arrays that the cache has for one layer."""
         ...
 
-    def prepare(self, start_BT: jax.Array | None) -> Any:
-        """Compute from `start_BT` what `forward` needs of it, once for all layers.
+    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> Any:
+        """Compute from `start_BT` and `prefix` what `forward` needs of them, once for all layers.
 
         See `LayerContext`.
 

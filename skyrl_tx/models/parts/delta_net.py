@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from skyrl_tx.layers.delta_rule import delta_rule, delta_step
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.parameter import Parameter, rms_norm
-from skyrl_tx.layers.recurrence import delta_rule, delta_step
 from skyrl_tx.layers.stable_bits import sum_last_dim
 from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, ShardedSize, Target, UnsupportedModel
 from skyrl_tx.models.parts.recurrent import Heads, Rates, RecurrentMixer, Rule
@@ -30,6 +30,7 @@ class DeltaNet(RecurrentMixer):
     """The gated delta net of Qwen3-Next and Qwen3.5."""
 
     conv_names: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    shares_prefixes: ClassVar[bool] = True
 
     hidden_size: int
     num_key_heads: int

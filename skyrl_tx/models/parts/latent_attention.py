@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
+from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
@@ -145,7 +146,7 @@ class LatentAttention(Mixer):
         return CacheSpec(positions=KeyValues(k=array, v=None))  # type: ignore[arg-type]
 
     @override
-    def prepare(self, start_BT: jax.Array | None) -> None:
+    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> None:
         """Return nothing: attention compares starts within each of its tiles."""
 
     @override

@@ -16,8 +16,16 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
+from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.layers.recurrence import ChunkMasks, get_last_inputs, make_conv_masks, short_conv, short_conv_step
+from skyrl_tx.layers.recurrence import (
+    ChunkMasks,
+    get_last_inputs,
+    make_conv_masks,
+    make_prefix_conv_masks,
+    short_conv,
+    short_conv_step,
+)
 from skyrl_tx.layers.sharding import Layout, shard_before_exchange
 from skyrl_tx.models.parts.base import (
     Axis,
@@ -35,8 +43,8 @@ Heads = Mapping[str, jax.Array]
 Rates = tuple[jax.Array, jax.Array]
 """Two numbers of each head and position. Where both are 0, the rule does not change the state."""
 
-Masks = tuple[jax.Array, ChunkMasks]
-"""Masks at the starts of sequences: for the convolutions, and for the rule."""
+Masks = tuple[jax.Array, jax.Array | None, ChunkMasks]
+"""Masks at the starts of sequences: for the convolutions, with positions to read, and for the rule."""
 
 Rule = Callable[..., tuple[jax.Array, jax.Array]]
 """Computes outputs and the new state from the rule's inputs and the state."""
@@ -50,6 +58,8 @@ class RecurrentMixer(Mixer):
 
     conv_names: ClassVar[tuple[str, ...]]
     """The names of the maps whose results are convolved."""
+    shares_prefixes: ClassVar[bool] = False
+    """Whether the rule for whole rows starts a sequence with the state after its shared prefix."""
 
     conv_width: int
 
@@ -84,11 +94,14 @@ class RecurrentMixer(Mixer):
         return CacheSpec(fixed={"state": Parameter(self._state_shape, axes, "zeros", is_float32=True), **tails})
 
     @override
-    def prepare(self, start_BT: jax.Array | None) -> Masks | None:
+    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> Masks | None:
         """Return masks that separate the sequences of a row, or None if it has one sequence."""
         if start_BT is None:
             return None
-        return make_conv_masks(start_BT, self.conv_width), ChunkMasks.from_starts(start_BT)
+        chunk_masks = ChunkMasks.from_starts(start_BT, prefix)
+        if prefix is None:
+            return make_conv_masks(start_BT, self.conv_width), None, chunk_masks
+        return *make_prefix_conv_masks(start_BT, prefix, self.conv_width), chunk_masks
 
     @override
     def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
@@ -151,9 +164,11 @@ class RecurrentMixer(Mixer):
         # Maps and convolutions, on whole rows.
         layout, projected = context.layout, self._project(x_BTD, params, adapters)
         projected |= {name: _gather_rows(projected[name], layout) for name in self.conv_names}
-        conv_masks, chunk_masks = (None, None) if masks is None else masks
+        conv_masks, sources, chunk_masks = (None, None, None) if masks is None else masks
         convolved = {
-            name: short_conv(projected[name], _get_conv_kernel(params, name), fixed[f"{name}_tail"], conv_masks)
+            name: short_conv(
+                projected[name], _get_conv_kernel(params, name), fixed[f"{name}_tail"], conv_masks, sources
+            )
             for name in self.conv_names
         }
 

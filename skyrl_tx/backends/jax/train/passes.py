@@ -168,6 +168,7 @@ class JaxPass(Pass):
                 memory_plan.micro_batch_tokens,
                 *self._shards,
                 shares_prefixes=self._states_before[request.model_id].shares_prefixes,
+                keeps_states=any(mixer.heads is None for mixer in self._config.mixers),
             )
             planned += (_PlannedMicroBatch(request, plan, plan is plans[-1]) for plan in plans)
         return planned

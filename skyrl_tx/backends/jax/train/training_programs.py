@@ -102,7 +102,9 @@ class MicroBatchShapes:
             fields = name.split()
             if len(fields) in (5, 6) and all(field.isdigit() for field in fields):
                 *sizes, is_local, has_prefixes = map(int, [*fields, "0"][:6])
-                if self._is_possible(*sizes[:3]) and (self.shares_prefixes or not has_prefixes):
+                budgets = [self.budget, packing.leave_room_for_states(self.budget)][: 1 + has_prefixes]
+                is_possible = any(self._is_possible(*sizes[:3], max_tokens=budget) for budget in budgets)
+                if is_possible and (self.shares_prefixes or not has_prefixes):
                     shape = self._make_shape(*sizes, is_local=bool(is_local))
                     yield replace(shape, has_prefixes=bool(has_prefixes))
 
@@ -117,11 +119,11 @@ class MicroBatchShapes:
         lengths = iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget)
         yield from map(self._make_shape_by_length, lengths)
 
-    def _is_possible(self, num_rows: int, length: int, num_targets: int) -> bool:
-        """Return whether a micro-batch with these settings can have this shape."""
+    def _is_possible(self, num_rows: int, length: int, num_targets: int, *, max_tokens: int) -> bool:
+        """Return whether a micro-batch of at most `max_tokens` tokens can have this shape."""
         if num_rows != self.num_rows or num_targets == 0:
             return False
-        budget = packing.choose_row_budget(self.budget, num_targets, num_rows)
+        budget = packing.choose_row_budget(max_tokens, num_targets, num_rows)
         sizes = range(max(length - self.multiple, 0) + 1, length + 1)
         return any(self._round_up(packing.choose_micro_batch_length(size, budget)) == length for size in sizes)
 

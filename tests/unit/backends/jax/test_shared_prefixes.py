@@ -181,3 +181,11 @@ def test_a_group_that_exceeds_the_budget_repeats_its_prefix_in_each_row():
     plans = packing.plan_micro_batches(examples, 640, shares_prefixes=True)
     assert [len(plan.members) for plan in plans] == [4, 4]
     assert all(plan.prefixes == ((0, 199),) * 4 and plan.length <= 640 for plan in plans)
+
+
+def test_rows_are_shorter_if_layers_keep_states_for_prefixes():
+    draw = np.random.default_rng(3)
+    examples = list(make_group(draw.integers(0, 50, 200), 8, 105, draw))
+    plans = packing.plan_micro_batches(examples, 640, shares_prefixes=True, keeps_states=True)
+    assert sorted(len(plan.members) for plan in plans) == [2, 3, 3]
+    assert all(plan.prefixes and plan.length <= 600 for plan in plans)

@@ -15,7 +15,19 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import SHARED_TOKENS
-from tests.support.tiny import DENSE, HYBRID, LATENTS, MAMBA, MOE, OUTPUT_NORMS, SINKS, WINDOWS, tiny_backend
+from tests.support.tiny import (
+    BY_HEAD,
+    DENSE,
+    HYBRID,
+    HYBRID_MOE,
+    LATENTS,
+    MAMBA,
+    MOE,
+    OUTPUT_NORMS,
+    SINKS,
+    WINDOWS,
+    tiny_backend,
+)
 from tests.unit.backends.jax.test_custom_losses import importance_sampling
 
 PLAIN, SHARED = ModelId("plain"), ModelId("shared")
@@ -39,9 +51,9 @@ def start_backend(architecture: str = DENSE, **changed: Any) -> Iterator[JaxBack
         yield backend
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[JaxBackend]:
-    with start_backend() as backend:
+@pytest.fixture(scope="module", params=[DENSE, pytest.param(HYBRID, marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
+    with start_backend(request.param) as backend:
         yield backend
 
 
@@ -215,21 +227,23 @@ def test_sharing_depends_on_the_request_alone(backend: JaxBackend) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("architecture", [WINDOWS, pytest.param(SINKS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [WINDOWS, HYBRID, pytest.param(SINKS, marks=pytest.mark.slow)])
 def test_other_families_share(architecture: str) -> None:
     with start_backend(architecture) as backend:
         compare(backend, lambda model: list(make_group(model, "importance_sampling", 80, (20, 30, 9, 70))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [MOE, LATENTS, pytest.param(OUTPUT_NORMS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "architecture", [MOE, LATENTS, HYBRID_MOE, BY_HEAD, pytest.param(OUTPUT_NORMS, marks=pytest.mark.exhaustive)]
+)
 def test_more_families_share(architecture: str) -> None:
     test_other_families_share(architecture)
 
 
-@pytest.mark.parametrize("architecture", [HYBRID, pytest.param(MAMBA, marks=pytest.mark.slow)])
-def test_recurrent_families_do_not_share(architecture: str) -> None:
-    with start_backend(architecture) as backend:
+@pytest.mark.slow
+def test_mamba_does_not_share() -> None:
+    with start_backend(MAMBA) as backend:
         assert backend._plan.shares_prefixes is False
         assert backend._plan.make_fingerprint(backend._model)["shared_prefixes"] == "off"
 

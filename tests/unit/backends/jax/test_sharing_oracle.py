@@ -1,9 +1,9 @@
 """Shared prefixes are as close to a model in float64 as plain packing is.
 
-Legend: N examples, T positions, D hidden size, K targets per position.
+Legend: N examples, T positions, D hidden size, K targets per position; in delta nets H heads, D key dim, E value dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.layers.lora import LoraPair
-from tests.support.tiny import DENSE, tiny_directory
+from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, tiny_directory
 from tests.unit.backends.jax.test_sharing_in_training import PLAIN, SHARED, make_group, run, start_backend
 
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, THETA, EPSILON = 2, 4, 2, 16, 1e6, 1e-6
-"""The sizes of the dense tiny model."""
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, EPSILON = 4, 2, 16, 1e-6
+NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 16
+"""The sizes of attention and of delta nets in the tiny models."""
 Tensors = Mapping[str, Any]
 
 
@@ -28,42 +29,131 @@ def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * weight
 
 
-def rotate(x_TNH: jax.Array) -> jax.Array:
-    angle_TH = jnp.arange(len(x_TNH))[:, None] / THETA ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+def rotate(x_TNH: jax.Array, num_dims: int, theta: float) -> jax.Array:
+    angle_TH = jnp.arange(len(x_TNH))[:, None] / theta ** (jnp.arange(0, num_dims, 2) / num_dims)
     sin, cos = jnp.sin(angle_TH)[:, None], jnp.cos(angle_TH)[:, None]
-    x, y = jnp.split(x_TNH, 2, axis=-1)
-    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
+    x, y, rest = jnp.split(x_TNH, (num_dims // 2, num_dims), axis=-1)
+    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin, rest], axis=-1)
+
+
+Multiply = Callable[[jax.Array, str], jax.Array]
+"""Multiplies by a matrix of a layer with its adapter."""
+
+
+def attend(h_TD: jax.Array, multiply: Multiply, q_weight: jax.Array, k_weight: jax.Array, *, is_hybrid: bool) -> Any:
+    """Return attention, which has a gate and rotates a quarter of each head in Qwen3.5."""
+    T, (num_dims, theta) = len(h_TD), (HEAD_DIM // 4, 1e4) if is_hybrid else (HEAD_DIM, 1e6)
+    q, k, v = (
+        multiply(h_TD, name).reshape(T, heads, -1)
+        for name, heads in (("q_proj", NUM_HEADS), ("k_proj", NUM_KV_HEADS), ("v_proj", NUM_KV_HEADS))
+    )
+    q, gate = jnp.split(q, (HEAD_DIM,), axis=-1)
+    q, k = rotate(norm(q, q_weight), num_dims, theta), rotate(norm(k, k_weight), num_dims, theta)
+    k, v = (jnp.repeat(array, NUM_HEADS // NUM_KV_HEADS, axis=1) for array in (k, v))
+    scores = jnp.einsum("tnh,unh->ntu", q, k) / np.sqrt(HEAD_DIM)
+    weights = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool), scores, -jnp.inf), axis=-1)
+    mixed = jnp.einsum("ntu,unh->tnh", weights, v)
+    return multiply((mixed * jax.nn.sigmoid(gate) if is_hybrid else mixed).reshape(T, -1), "o_proj")
+
+
+def run_delta_net(h_TD: jax.Array, multiply: Multiply, tensors: Tensors, prefix: str) -> jax.Array:
+    """Return the output of a gated delta net, position by position."""
+    T, get = len(h_TD), lambda name: tensors[f"{prefix}linear_attn.{name}"]
+    projected = jnp.concatenate([multiply(h_TD, f"in_proj_{name}") for name in "qkv"], axis=1)
+    padded, kernel_IW = jnp.pad(projected, [(3, 0), (0, 0)]), get("conv1d.weight")[:, 0]
+    convolved = jax.nn.silu(sum(padded[tap : tap + T] * kernel_IW[:, tap] for tap in range(4)))
+    keys = NUM_KEY_HEADS * KEY_DIM
+
+    # Queries and keys of each value head
+    q, k = (x.reshape(T, NUM_KEY_HEADS, KEY_DIM) for x in (convolved[:, :keys], convolved[:, keys : 2 * keys]))
+    q, k = (x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (jnp.repeat(x, NUM_VALUE_HEADS // NUM_KEY_HEADS, axis=1) for x in (q / np.sqrt(KEY_DIM), k))
+    v = convolved[:, 2 * keys :].reshape(T, NUM_VALUE_HEADS, VALUE_DIM)
+    decay = jnp.exp(-jnp.exp(get("A_log")) * jax.nn.softplus(h_TD @ get("in_proj_a.weight").T + get("dt_bias")))
+    beta = jax.nn.sigmoid(h_TD @ get("in_proj_b.weight").T)
+
+    def step(state_HDE: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_HD, k_HD, v_HE, decay_H, beta_H = inputs
+        state_HDE = state_HDE * decay_H[:, None, None]
+        learned_HE = beta_H[:, None] * (v_HE - jnp.einsum("hde,hd->he", state_HDE, k_HD))
+        state_HDE += k_HD[:, :, None] * learned_HE[:, None]
+        return state_HDE, jnp.einsum("hde,hd->he", state_HDE, q_HD)
+
+    empty = jnp.zeros((NUM_VALUE_HEADS, KEY_DIM, VALUE_DIM))
+    _, mixed = jax.lax.scan(step, empty, (q, k, v, decay, beta))
+    gate = jax.nn.silu(multiply(h_TD, "in_proj_z")).reshape(mixed.shape)
+    return multiply((norm(mixed, get("norm.weight")) * gate).reshape(T, -1), "out_proj")
+
+
+def get_matrix(tensors: Tensors, prefix: str, name: str) -> jax.Array:
+    """Return a matrix of a layer, [inputs, outputs]."""
+    if name in ("in_proj_q", "in_proj_k", "in_proj_v"):
+        keys = NUM_KEY_HEADS * KEY_DIM
+        parts = jnp.split(tensors[f"{prefix}linear_attn.in_proj_qkv.weight"], (keys, 2 * keys))
+        return parts["qkv".index(name[-1])].T
+    name = name.replace("shared_", "shared_expert.")
+    (key,) = (key for key in tensors if key.startswith(prefix) and key.endswith(f".{name}.weight"))
+    return tensors[key].T
+
+
+def mix_experts(h_TD: jax.Array, multiply: Multiply, tensors: Tensors, pairs: Tensors, scale: float, layer: int) -> Any:
+    """Return the outputs of the chosen experts and of the shared one. All experts are computed."""
+    gates, ups, downs = (pairs[f"expert_{name}_proj"] for name in ("gate", "up", "down"))
+    prefix = f"model.layers.{layer}.mlp."
+    gate_EFD, up_EFD = jnp.split(tensors[prefix + "experts.gate_up_proj"], 2, axis=1)
+
+    def apply(weight_EFD: jax.Array, pair: LoraPair) -> jax.Array:
+        low_TR = h_TD @ pair.a[layer, 0]
+        return jnp.einsum("td,efd->etf", h_TD, weight_EFD) + scale * jnp.einsum("tr,erf->etf", low_TR, pair.b[layer])
+
+    hidden_ETF = jax.nn.silu(apply(gate_EFD, gates)) * apply(up_EFD, ups)
+    y_ETD = jnp.einsum("etf,edf->etd", hidden_ETF, tensors[prefix + "experts.down_proj"])
+    y_ETD += scale * jnp.einsum("etf,efr->etr", hidden_ETF, downs.a[layer]) @ downs.b[layer, 0]
+
+    # The two chosen experts
+    scores_TE = jax.nn.softmax(h_TD @ tensors[prefix + "gate.weight"].T, axis=-1)
+    lowest_T1 = jax.lax.top_k(scores_TE, 2)[0][:, 1:]
+    chosen_TE = jnp.where(scores_TE >= lowest_T1, scores_TE, 0)
+    mixed_TD = jnp.einsum("ne,end->nd", chosen_TE / chosen_TE.sum(-1, keepdims=True), y_ETD)
+
+    # The shared expert
+    gated = jax.nn.silu(multiply(h_TD, "shared_gate_proj")) * multiply(h_TD, "shared_up_proj")
+    weight_T1 = jax.nn.sigmoid(h_TD @ tensors[prefix + "shared_expert_gate.weight"].T)
+    return mixed_TD + weight_T1 * multiply(gated, "shared_down_proj")
 
 
 def compute_logprobs(tensors: Tensors, pairs: Tensors, scale: float, tokens_T: jax.Array) -> jax.Array:
     """Return log-probabilities of all tokens [T, V] by the definition of the model."""
-    T = len(tokens_T)
+    num_layers = sum(key.endswith("input_layernorm.weight") for key in tensors)
+    is_delta = [f"model.layers.{layer}.linear_attn.A_log" in tensors for layer in range(num_layers)]
+    offset = float(any(is_delta))  # the norms of Qwen3.5 are stored minus 1
     x_TD = tensors["model.embed_tokens.weight"][tokens_T]
-    for layer in range(NUM_LAYERS):
-        prefix = f"model.layers.{layer}."
+    for layer in range(num_layers):
+        prefix, number = f"model.layers.{layer}.", sum(is_delta[:layer])
 
-        def multiply(x: jax.Array, part: str, name: str, prefix: str = prefix, layer: int = layer) -> jax.Array:
-            a, b = pairs[name].a[layer], pairs[name].b[layer]
-            return x @ tensors[f"{prefix}{part}.{name}.weight"].T + scale * (x @ a) @ b
+        def multiply(x: jax.Array, name: str, prefix: str = prefix, layer: int = layer, number: int = number) -> Any:
+            own = number if is_delta[layer] else layer - number
+            index = layer if name.endswith(("gate_proj", "up_proj", "down_proj")) else own
+            a, b = pairs[name].a[index], pairs[name].b[index]
+            return x @ get_matrix(tensors, prefix, name) + scale * (x @ a) @ b
 
-        # Attention
-        h_TD = norm(x_TD, tensors[prefix + "input_layernorm.weight"])
-        q, k, v = (
-            multiply(h_TD, "self_attn", name).reshape(T, -1, HEAD_DIM) for name in ("q_proj", "k_proj", "v_proj")
-        )
-        q = rotate(norm(q, tensors[prefix + "self_attn.q_norm.weight"]))
-        k = rotate(norm(k, tensors[prefix + "self_attn.k_norm.weight"]))
-        k, v = (jnp.repeat(array, NUM_HEADS // NUM_KV_HEADS, axis=1) for array in (k, v))
-        scores = jnp.einsum("tnh,unh->ntu", q, k) / np.sqrt(HEAD_DIM)
-        weights = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool), scores, -jnp.inf), axis=-1)
-        x_TD += multiply(jnp.einsum("ntu,unh->tnh", weights, v).reshape(T, -1), "self_attn", "o_proj")
+        # Attention or delta net
+        h_TD = norm(x_TD, offset + tensors[prefix + "input_layernorm.weight"])
+        if is_delta[layer]:
+            x_TD += run_delta_net(h_TD, multiply, tensors, prefix)
+        else:
+            weights = (offset + tensors[f"{prefix}self_attn.{name}_norm.weight"] for name in "qk")
+            x_TD += attend(h_TD, multiply, *weights, is_hybrid=any(is_delta))
 
         # Feed-forward
-        h_TD = norm(x_TD, tensors[prefix + "post_attention_layernorm.weight"])
-        gated = jax.nn.silu(multiply(h_TD, "mlp", "gate_proj")) * multiply(h_TD, "mlp", "up_proj")
-        x_TD += multiply(gated, "mlp", "down_proj")
+        h_TD = norm(x_TD, offset + tensors[prefix + "post_attention_layernorm.weight"])
+        if "expert_up_proj" in pairs:
+            x_TD += mix_experts(h_TD, multiply, tensors, pairs, scale, layer)
+        else:
+            gated = jax.nn.silu(multiply(h_TD, "gate_proj")) * multiply(h_TD, "up_proj")
+            x_TD += multiply(gated, "down_proj")
 
-    x_TD = norm(x_TD, tensors["model.norm.weight"])
+    x_TD = norm(x_TD, offset + tensors["model.norm.weight"])
     logits = x_TD @ tensors["lm_head.weight"].T + scale * (x_TD @ pairs["unembed"].a) @ pairs["unembed"].b
     return jax.nn.log_softmax(logits, axis=-1)
 
@@ -106,9 +196,18 @@ def measure(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.n
     return np.array([np.linalg.norm(x.astype(np.float64) - y) / np.linalg.norm(y) for x, y in pairs])
 
 
-@pytest.mark.parametrize(("loss", "num_targets"), [("importance_sampling", None), ("cross_entropy", 3)])
+@pytest.mark.parametrize(
+    ("architecture", "loss", "num_targets"),
+    [
+        (DENSE, "importance_sampling", None),
+        (DENSE, "cross_entropy", 3),
+        (HYBRID, "importance_sampling", None),
+        pytest.param(HYBRID, "cross_entropy", 3, marks=pytest.mark.slow),
+        pytest.param(HYBRID_MOE, "importance_sampling", None, marks=pytest.mark.slow),
+    ],
+)
 def test_shared_prefixes_are_at_most_twice_as_far_from_float64_as_plain_packing(
-    loss: str, num_targets: int | None
+    architecture: str, loss: str, num_targets: int | None
 ) -> None:
     draw = np.random.default_rng(11)
     groups = [(int(draw.integers(40, 90)), tuple(draw.integers(5, 40, draw.integers(2, 7)))) for _ in range(4)]
@@ -119,14 +218,14 @@ def test_shared_prefixes_are_at_most_twice_as_far_from_float64_as_plain_packing(
         ]
         return [example for group in made for example in group]
 
-    with start_backend() as backend:
+    with start_backend(architecture) as backend:
         adapter = jax.tree.map(np.asarray, backend._pool.get(PLAIN).adapter)
         found = {model: run(backend, *make(model)) for model in (PLAIN, SHARED)}
         assert (backend.meters().shared_tokens or 0) > 0
 
     # The oracle
     with jax.enable_x64(True):
-        tensors = load_file(tiny_directory(DENSE, 0.05) / "model.safetensors")
+        tensors = load_file(tiny_directory(architecture, 0.05) / "model.safetensors")
         pairs = {name: LoraPair(*(x.astype(np.float64) for x in (p.a, p.b))) for name, p in adapter.weights.items()}
         wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
         examples = make(PLAIN)

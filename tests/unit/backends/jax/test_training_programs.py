@@ -43,6 +43,8 @@ def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() 
     one_row = MicroBatchShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
     assert [shape.length for shape in one_row.iter_usual(iter(()))] == [512, 512, 384, 256, 128]
     assert [shape.length for shape in one_row.iter_lengths()] == [64, 128, 256, 384, 512]
+    with_states = replace(one_row, shares_prefixes=True).iter_usual(iter(["1 480 1 8 1", "1 480 1 8 1 1"]))
+    assert [(shape.length, shape.has_prefixes) for shape in with_states][:2] == [(480, True), (512, False)]
     assert found[2:4] == [
         MicroBatchShape(2, 104, 1, 32, RematPolicy.FULL),
         MicroBatchShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS),
