@@ -5,8 +5,9 @@ value:
 
     S_t = exp(g_t) S_{t-1},   S_t += k_t (beta_t (v_t - S_t^T k_t))^T,   o_t = S_t^T q_t
 
-Legend: B batch, T tokens, S slots, N chunks, C positions of a chunk (i reads, j is read), K key heads,
-G value heads of each key head, H value heads, D key dim, E value dim.
+Legend: B batch, T tokens, S slots (one decoding sequence each), N chunks, C positions of a chunk (i
+reads, j is read), K key heads, G value heads of each key head, H value heads, D key dim, E value
+dim.
 """
 
 import math
@@ -34,9 +35,10 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [B, T, K, G, E] and the state after the last position; all are float32.
 
-    `decay` is g <= 0, and `state` is the state before the first position. With `masks`, each
-    sequence of a row starts with an empty state, or with the state after its shared prefix; None
-    continues from `state`. A position with beta = 0 and decay = 0 leaves the state unchanged.
+    `decay` is g <= 0, and `state` is the state before the first position. Without `masks`, a row is
+    one sequence that continues from `state`. With `masks`, each sequence of a row starts with an
+    empty state, or with the state after its shared prefix. A position with beta = 0 and decay = 0
+    leaves the state unchanged.
 
     With `together`, the parts that do not depend on the state are computed for many chunks at once,
     so that only two products per chunk are sequential. This takes more memory; the numbers are the
@@ -97,8 +99,9 @@ def _scan_groups(run: Callable[..., Any], state: Any, chunks: Any, maximum: int)
 def _run_chunk_group(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Return the state after some chunks, and their outputs [N, B, H, C, E].
 
-    What a chunk learns is linear in the state before it: `fresh` minus `erased` times the state.
-    Both solve the same triangular system, so only two products per chunk remain sequential.
+    The values that a chunk adds to the state are linear in the state before it: `fresh - erased @
+    state`. `fresh` and `erased` solve the same triangular system and do not depend on the state, so
+    only two products per chunk remain sequential.
     """
     q, k, v, beta, sums, masks = chunks
     reads_NBij, continues_NBC = get_chunk_masks(masks, q.shape[3])
@@ -142,8 +145,8 @@ def _run_delta_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array,
     before_BHC1 = jnp.exp(jnp.where(continues_BC[:, None], sums_BHC.total, -jnp.inf))[..., None]
 
     multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # A position learns its value minus what is known of its key, also from earlier positions of the
-    # chunk. This is a triangular system.
+    # What position i adds depends on what earlier positions j of the chunk have added. So the added values
+    # solve the triangular system (I + forgets) learned = beta (v - S^T k).
     kk_BHij = multiply("bhid,bhjd->bhij", k_BHCD, k_BHCD)
     forgets_BHij = jnp.tril(beta_BHC[..., None] * kk_BHij * between_BHij, -1)
     known_BHCE = v_BHCE - before_BHC1 * multiply("bhid,bhde->bhie", k_BHCD, state_BHDE)
@@ -238,10 +241,11 @@ def _invert(below_ij: jax.Array) -> jax.Array:
     `below` is strictly lower triangular, and C is a power of two.
 
     Blocks of the inverse are merged, starting at the diagonal: with F' and G' the inverses of F and
-    G, [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']]. Unlike a series of powers, no
-    intermediate result exceeds the inverse itself; equal keys would make the powers large. All
-    blocks of one size are merged by two products of whole matrices, in a loop. This multiplies
-    zeros too, but the program has one loop body instead of one per size.
+    G, [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']]. No intermediate result exceeds
+    the inverse itself. The series I - L + L^2 - ... of L = `below` would lose precision instead:
+    its powers are large if keys are nearly equal. All blocks of one size are merged by two products
+    of whole matrices, in a loop. This multiplies zeros too, but the program has one loop body
+    instead of one per size.
     """
     index = jnp.arange(below_ij.shape[-1])
 

@@ -1,10 +1,11 @@
 """Chunks, masks of packed rows and short convolutions, which all recurrences over tokens use.
 
-The recurrences are in `delta_rule` and `state_space`. Whole rows are cut into chunks. Within a
-chunk, all positions are computed by matrix products; only the chunks are sequential.
+The recurrences are in `delta_rule` and `state_space`. In training and prefill, rows are cut into
+chunks. Within a chunk, all positions are computed by matrix products; only the chunks are
+sequential. In decoding, functions called `..._step` compute one token of each sequence.
 
-Legend: B batch, T tokens, S slots, N chunks, C positions of a chunk (i reads, j is read), W weights
-and I channels of a convolution.
+Legend: B batch, T tokens, S slots (one decoding sequence each), N chunks, C positions of a chunk (i
+reads, j is read), W weights and I channels of a convolution.
 """
 
 from typing import ClassVar
@@ -19,7 +20,8 @@ from skyrl_tx.layers.flash_attention import KeyRange
 CHUNK_POSITIONS = 64
 """Positions of a chunk.
 
-Prefill chunks end at multiples of it, so prompts are cut where whole rows are.
+Prefill chunks end at multiples of it, so that prefill and training cut a prompt at the same
+positions.
 """
 
 
@@ -156,7 +158,7 @@ def get_chunk_masks(masks: ChunkMasks | None, size: int) -> tuple[jax.Array, jax
     if masks is None:
         index = jnp.arange(size)
         return (index[:, None] >= index)[None], jnp.ones((1, index.size), bool)
-    return masks.reads_NBij, masks.continues_NBC  # scanned over N, so these are of one chunk
+    return masks.reads_NBij, masks.continues_NBC  # `scan` has removed the axis N
 
 
 def make_conv_masks(start_BT: jax.Array, width: int) -> jax.Array:
@@ -237,7 +239,7 @@ def _add_to_inputs(taps: _Taps, y_BTI: jax.Array) -> jax.Array:
 
 
 def get_last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
-    """Return the inputs that the position after `size` positions reads, [B, W - 1, I].
+    """Return the last W - 1 inputs before position `size`, [B, W - 1, I], as `tail` of the next call.
 
     `size` is a scalar or [B].
     """

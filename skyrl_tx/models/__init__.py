@@ -1,4 +1,4 @@
-"""All model families by architecture name, and the functions that run their models."""
+"""All model families by architecture name, and the functions for their models and LoRA adapters."""
 
 import logging
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def read_model(directory: Path) -> tuple[ModelFamily, ModelConfig]:
         _log.warning(
             "%s: config.json has tie_word_embeddings = true, but the unembedding in the files differs from the "
             "embedding. The model is used with untied embeddings, as in transformers 5; "
-            "set tie_word_embeddings = false if this is right",
+            "set tie_word_embeddings = false to confirm this",
             directory,
         )
         config = replace(config, tied_embeddings=False)

@@ -22,21 +22,27 @@ from skyrl_tx.contract.requests import PromptOptions
 class Prefill:
     """One prompt, from its arrival until all its samples run.
 
-    The KV cache holds the keys of the first `num_done` tokens. The first `num_cached` of them came
-    from the prefix cache.
+    The KV cache holds the keys and values of the first `num_done` tokens. The first `num_cached` of
+    them came from the prefix cache.
     """
 
     request: SampleRequest
     preempted: RunningSample | None = None
     """The preempted sample whose prompt is computed again."""
     table: BlockTableRow | None = None
-    """Its pages and its state; None before the prefill starts and after it was dropped."""
+    """Its pages, and its recurrent state in models with delta nets or Mamba layers.
+
+    None before the prefill starts and after it was dropped.
+    """
     num_done: int = 0
     num_cached: int = 0
     last_hidden: Any = None
     scores: PromptScores | None = None
     states: dict[int, int] = field(default_factory=dict[int, int])
-    """The states to keep for later prompts, by chunk end. The value is 0 until the state is copied."""
+    """The ids of the recurrent states that are saved for later prompts, by chunk end.
+
+    The id is 0 until the state is copied.
+    """
     samples: deque[RunningSample] = field(default_factory=deque[RunningSample])
     """After the prefill, the samples that wait until they can run."""
 
@@ -69,7 +75,7 @@ class Prefill:
         return self.num_done == self.request.prompt.size
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return the KV positions that its first sample needs for its first slice of new tokens."""
+        """Return how many KV positions the prompt and the first `slice_tokens` new tokens need."""
         if self.preempted is not None:
             return self.preempted.kv_length(slice_tokens)
         size, num_tokens = self.request.prompt.size, get_max_tokens(self.request)
@@ -86,7 +92,7 @@ class Prefiller:
         self._memory = cache.memory
 
     def fits(self, prefill: Prefill, num_tokens: int, *, spare: int, num_others: int = 0) -> bool:
-        """Return whether a prompt and the first `num_tokens` positions of its first sample fit.
+        """Return whether `num_tokens` tokens, of a prompt and its first sample, fit into the KV cache.
 
         `spare` further pages must stay free. `num_others` counts the prompts that will start before
         this one and have no states yet. Each prompt takes two states, one for itself and one for
@@ -163,8 +169,8 @@ class Prefiller:
         - the last full chunk, where the next turn of a conversation continues;
         - the last full chunk in common with a cached prompt, for example the end of a shared system
           prompt, because later prompts probably diverge there too;
-        - the end of the cached prefix, because this prompt may replace the cached prompt that it
-          extends.
+        - the end of the cached prefix: if this prompt extends a cached prompt, it replaces that prompt,
+          whose state would be lost.
 
         Models without a state of fixed size save none.
         """
@@ -216,7 +222,8 @@ class Prefiller:
 def _is_cacheable(prefill: Prefill) -> bool:
     """Return whether later prompts may reuse this one.
 
-    Only its own sample needs a recomputed prompt.
+    A prompt that is computed again after a preemption is used by one sample only, so it is not
+    cached.
     """
     return prefill.preempted is None and are_reusable(prefill.request.options)
 
@@ -241,7 +248,8 @@ class PrefillQueue:
     def add(self, request: SampleRequest) -> None:
         """Append a request.
 
-        If an earlier part of it waits, both parts are joined and share one prefill.
+        The samples of a request may arrive in parts. If an earlier part waits, both are joined and
+        share one prefill.
         """
         before = self.new.get(request.request_id)
         self.new[request.request_id] = Prefill(
