@@ -97,18 +97,17 @@ def make_aligned(shape: list[int], dtype: Any) -> np.ndarray:
 def copy_array(source: np.ndarray, into: np.ndarray) -> None:
     """Copy all values, and convert their type. `source` may be the transposed view of an array."""
     # As integers: numpy holds the interpreter's lock while it copies bfloat16.
-    lower: np.ndarray | None = None
-    if source.dtype == into.dtype:
+    is_widened = source.dtype == ml_dtypes.bfloat16 and into.dtype == np.float32
+    if is_widened:
+        source, into = source.view(np.uint16), into.view(np.uint32)
+    elif source.dtype == into.dtype:
         source, into = source.view(f"u{source.itemsize}"), into.view(f"u{into.itemsize}")
-    elif source.dtype == ml_dtypes.bfloat16 and into.dtype == np.float32:
-        # A bfloat16 is the upper half of a float32
-        halves = into.view(np.uint16)
-        source, into, lower = source.view(np.uint16), halves[..., 1::2], halves[..., ::2]
 
     for part in _iterate_strips(source):
-        into[part] = source[part]
-        if lower is not None:
-            lower[part] = 0
+        if is_widened:  # a bfloat16 is the upper half of a float32
+            np.left_shift(source[part], 16, out=into[part], dtype=np.uint32, casting="unsafe")
+        else:
+            into[part] = source[part]
 
 
 def _iterate_strips(array: np.ndarray) -> Iterator[Any]:
