@@ -26,8 +26,9 @@ class Rope:
       For sequences that are longer than the original context it has other factors, which are not
       used: the server refuses such sequences.
     - `llama3` (the scaling of Llama 3.1) divides low frequencies only: those with wavelengths above
-      original / low_freq_factor. It interpolates smoothly down to wavelengths of original /
-      high_freq_factor.
+      original / low_freq_factor, where original is `original_max_position_embeddings`. Frequencies
+      with wavelengths below original / high_freq_factor are kept. Between the two bounds, it
+      interpolates.
     - `yarn` (Peng et al. 2023, arXiv:2309.00071) divides the frequency of a pair that turns less
       than `beta_slow` times within the original context, and keeps the frequency of a pair that
       turns more than `beta_fast` times. Between these pairs, it interpolates linearly. YaRN also
@@ -43,7 +44,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Whether the ends of YaRN's ramp are rounded to whole pairs."""
+    """Whether the first and the last pair between which YaRN interpolates are rounded to whole numbers."""
     attention_factor: float | None = None
     """The amplitude of YaRN or LongRoPE. None means that `amplitude` computes it."""
     mscale: float | None = None
@@ -111,7 +112,7 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """The factor of attention scores in DeepSeek's models: the square of their `mscale`."""
+        """The factor of attention scores in DeepSeek's models: the square of the scale for `mscale_all_dim`."""
         return self._compute_mscale(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
     def _compute_mscale(self, scale: float) -> float:

@@ -1,16 +1,16 @@
-"""Tensors that checkpoints store in packed formats, and adapters that stack the experts of a layer.
+"""Tensors that checkpoints store in packed formats, and LoRA factors that are stacked over experts.
 
 A packed tensor is stored as two or more tensors: numbers with few bits, and scales. The classes
-here unpack the parts of it that are read. They have the methods of a safetensors slice (`get_shape`
-and indexing), and each slice of an index needs a start and an end.
+here read and unpack only the region that is indexed. They have the methods of a safetensors slice
+(`get_shape` and indexing). An index is a tuple of Python slices with a start and an end.
 
-FP8 and INT4 are returned as float32. The products of INT4 are exact, and each product of FP8 is
-rounded once. MXFP4 is returned as bfloat16 and exact.
+FP8 and INT4 are returned as float32. A number times its scale is exact for INT4, and rounded once
+for FP8. MXFP4 is returned as bfloat16 and exact.
 
 MXFP4 (OCP Microscaling Formats 1.0) is the format of gpt-oss experts: four bits per number and one
 scale per 32 numbers. A tensor X [..., I, O] is stored as `X_blocks`, bytes [..., O, I / 32, 16]
-with two numbers each (the lower half first), and `X_scales`, bytes [..., O, I / 32] with exponents
-of two.
+with two numbers each (low nibble first), and `X_scales`, bytes [..., O, I / 32] with exponents of
+two.
 
 Legend: E experts, I inputs and O outputs of a linear map, R rank.
 """
@@ -30,7 +30,7 @@ from skyrl_tx.weights.weight_map import get_stack_names
 FP8_BLOCK = 128
 INT4_GROUP = 32
 _PER_WORD = 8  # four-bit numbers in a word of 32 bits
-# The two numbers of each byte value, the lower half first.
+# The two numbers of each byte value, low nibble first.
 _INT4_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.float32) - 8
 
 
@@ -106,7 +106,7 @@ _MXFP4_EXPONENT_BIAS = 127
 def _make_mxfp4_table() -> np.ndarray:
     """Return the two bfloat16 numbers of each scale and byte as one uint32.
 
-    Its index is 256 * scale + byte.
+    Entry 256 * scale + byte has the two numbers.
     """
     half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     values, byte = np.concatenate([half, -half]), np.arange(256)
@@ -164,7 +164,7 @@ class Packing:
 
     suffixes: tuple[str, ...]
     unpack: Callable[..., Any]
-    """Returns the unpacked tensor as a slice, given slices of the stored tensors."""
+    """Makes the unpacked tensor, given safetensors slices of the stored tensors. Nothing is read yet."""
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors of a tensor."""
@@ -179,15 +179,16 @@ PACKINGS = (
 
 
 def find_packing(name: str, stored: Collection[str]) -> Packing | None:
-    """Return the format of a tensor, given its plain name and the names of all stored tensors.
+    """Return the format of a tensor.
 
-    None means that the tensor is not packed.
+    `name` has no suffix, and `stored` has the names of all stored tensors. None means that the
+    tensor is not packed.
     """
     return next((packing for packing in PACKINGS if all(part in stored for part in packing.parts(name))), None)
 
 
 def find_plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each tensor by its plain name.
+    """Return the file of each tensor by its name without the suffix of a packed format.
 
     For a packed tensor it is the file of the numbers.
     """
@@ -209,7 +210,7 @@ For a stack of experts they are [E, R, I] and [E, O, R]. If all experts share a 
 """
 
 _OUTER = {"w1": 0, "w3": 0, "w2": 1}
-"""Which factor is next to the hidden size, A (0) or B (1), by the last part of the stack's name."""
+"""Which factor has the hidden size as a dim, A (0) or B (1), by the last part of the stack's name."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_OUTER)})")
 
@@ -247,7 +248,7 @@ def unstack(stack: str, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
 def stack_experts(factors: Mapping[str, Factors]) -> dict[str, Factors]:
     """Return the factors with the experts of each layer stacked in order.
 
-    A factor that all experts share is stored once. An expert without an update gets zeros.
+    A factor that all experts share is stored once. An expert without an adapter gets zeros.
     """
     stacked = {module: pair for module, pair in factors.items() if find_stack(module)[1] is None}
     for module, pairs in group_by_stack(factors).items():
@@ -273,7 +274,7 @@ def group_by_stack(factors: Mapping[str, Factors]) -> dict[str, dict[int, Factor
 
 
 def is_shared(stack: str, pairs: Mapping[int, Factors]) -> bool:
-    """Return whether all experts of a stack have the same factor next to the hidden size."""
+    """Return whether all experts of a stack have the same factor with the hidden size."""
     outer = _OUTER[stack.rpartition(".")[2]]
     first = next(iter(pairs.values()))[outer]
     return all(np.array_equal(pair[outer], first) for pair in pairs.values())
@@ -291,7 +292,10 @@ def convert_form(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def suggest_expert_lora(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return a hint for error messages that names the setting for the other form, or ""."""
+    """Return a hint for error messages, or "".
+
+    It names the setting for factors that all experts share, or for factors of each expert.
+    """
     if len(shape) != 3 or shape[1:] != expected[1:] or 1 not in (shape[0], expected[0]):
         return ""
     theirs = "shared" if shape[0] == 1 else "own"

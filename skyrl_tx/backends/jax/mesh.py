@@ -6,14 +6,15 @@
 - Weights are replicated over `dp`. Over `fsdp` and `cp` they are sharded for storage only: each
   layer gathers them before use.
 - Attention heads, feed-forward layers and the vocabulary are sharded over `tp`, experts over `ep`.
-- Adapters, gradients and moments are sharded like the linear maps that they adapt. The LoRA rank is
-  not sharded.
+- LoRA weights, their gradients and the optimizer's moments are sharded like the linear layer that
+  the adapter belongs to. The LoRA rank is not sharded.
 - The KV cache is sharded by heads and rows.
 
 In training with `cp`, the tokens of a row are sharded over `cp` and `ep`, and batch rows only over
 `dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`.
-During attention, devices hold all tokens of some heads instead (`row_heads`). Expert layers gather
-the batch rows of an `ep` group (`expert_batch`).
+Before attention, an all-to-all swaps the sharding of tokens for a sharding of heads (`row_heads` is
+the axis of activations then, `heads` the axis of weights). Expert layers gather the batch rows of
+an `ep` group (`expert_batch`), or its tokens with `cp`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,15 +62,17 @@ Placement = Callable[[Any], Any]
 class MeshError(ValueError):
     """The mesh does not fit the devices or the model.
 
-    The message names the axis, its size, and the size that it does not divide.
+    If it does not fit the model, the message names the axis and the size of the model that the axis
+    does not divide.
     """
 
 
 def make_layout(config: MeshConfig) -> Layout:
     """Return a layout over all devices, or over the first device if the mesh has size 1.
 
-    On multiple hosts these are the devices of all hosts, host by host, so the last mesh axes lie
-    within a host. Raises MeshError if the size of the mesh is not the number of devices.
+    On multiple hosts these are the devices of all hosts, ordered by host, so the last mesh axes
+    connect devices of one host. Raises MeshError if the size of the mesh is neither 1 nor the
+    number of devices. On multiple hosts, 1 is not allowed either.
     """
     devices, num_devices = jax.devices(), config.num_devices
     if num_devices not in (1, len(devices)) or (num_devices < len(devices) and is_distributed()):
@@ -93,7 +96,7 @@ def describe_unused_devices(devices: Sequence[Any], config: MeshConfig) -> str |
 
 
 def layout_from_devices(devices: Sequence[Any], config: MeshConfig) -> Layout:
-    """Return a layout over as many of the first `devices` as the mesh has.
+    """Return a layout over the first `config.num_devices` devices.
 
     On TPU the order in the mesh follows the links between chips. Elsewhere it is the order of
     `devices`.

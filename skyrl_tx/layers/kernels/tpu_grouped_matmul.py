@@ -2,12 +2,13 @@
 
 Each tile of rows is multiplied with one matrix.
 
-XLA first copies the matrix of each tile and then multiplies all tiles. For the experts of a
-mixture, this moves several times the bytes of their matrices. This kernel copies nothing: it reads
-the number of the next tile's matrix, and fetches a block of that matrix while it multiplies the
-previous block. Tiles of the same matrix are adjacent, so the matrix is fetched once. JAX's
-`megablox` also multiplies groups of rows, but it cannot add the LoRA product of each row, and it
-leaves the rows of unused tiles undefined.
+If this is written in plain JAX (a gather and a batched product), XLA first copies the matrix of
+each tile. In a mixture-of-experts layer, this moves several times the bytes of the matrices. This
+kernel copies nothing: it reads the index of the next tile's matrix, and fetches a block of that
+matrix while it multiplies the previous block. The caller sorts tiles by matrix, so that each matrix
+is fetched once. The last tiles may be unused, because the number of tiles is fixed; their result is
+zero. JAX's `megablox` also multiplies groups of rows, but it cannot add the LoRA product of each
+row, and it leaves the rows of unused tiles undefined.
 
 Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs. The second product, for LoRA,
 has matrices Y with the inner dim R.
@@ -29,7 +30,7 @@ MATRIX_BYTES = 2**21
 VMEM holds two blocks at a time: one is multiplied while the next is fetched.
 """
 WIDTH = 128
-"""The width of a register. The number of outputs of a block is a multiple of it, or all outputs."""
+"""The lanes of a vector register. The number of outputs of a block is a multiple of it, or all outputs."""
 
 
 def multiply_tiles(
@@ -48,7 +49,7 @@ def multiply_tiles(
     Args:
         x_WPI: Tiles of rows.
         matrix_X: Matrices [X, I, O], or [X, O, I] if `transposed`.
-        index_W: The matrix of each tile.
+        index_W: The index of each tile's matrix. Tiles of the same matrix are adjacent.
         num_used: The number of tiles that are used. The result is zero for all other tiles.
         added: A second product that is added to the first one, for LoRA: its rows, matrices, and
             the matrix of each tile.

@@ -1,10 +1,12 @@
 """Divide the samples of a decode slice among compiled programs, on a single CPU device.
 
-A program depends on its number of rows and on its KV read length. Neither changes the bits of a
-row. So while the program that fits best is not compiled, samples run in a larger program or in
-multiple smaller ones. When their extra cost reaches the cost of a compilation, the best program is
-compiled in the background. Samples wait for the compiler only if no compiled program can hold them,
-or if one slice in other programs would cost more than the compilation.
+A decode slice is up to 16 decode steps of all running samples. Its program depends on the number of
+rows and on the KV read length. The read length does not change the bits of a row. A number of rows
+is only used if a comparison has shown that it does not either (see `RowCounts`). So while the
+program that fits best is not compiled, samples run in a larger program or in multiple smaller ones.
+When their extra cost reaches the cost of a compilation, the best program is compiled in the
+background. Samples wait for the compiler only if no compiled program can hold them, or if one slice
+in other programs would cost more than the compilation.
 """
 
 import math
@@ -21,15 +23,16 @@ from skyrl_tx.models import ModelConfig
 from skyrl_tx.models.flops import count_frozen_macs
 
 MAX_PARTS = 4
-"""Samples wait for the compiler before they run in more parts."""
+"""A group of samples is divided into at most this many parts; otherwise it waits for the compiler."""
 CALL_COST = 16
 """The cost of a part without rows, see `PlannedPart.cost`."""
 ROW_LENGTH = 512
 """A row with this KV read length costs twice as much as a row that reads nothing."""
 _COMPILED_PARAMETERS = 21_000_000_000
-"""A compilation costs as much as a step of a row with this many parameters per layer of the model.
+"""A compilation takes as long as a decode step of one row of a model with this many parameters,
+times its layers.
 
-Measured with two cores and six layers of together 30M parameters: a compilation takes 3 s, and 16
+Measured with two cores and six layers with 30M parameters in total: a compilation takes 3 s, and 16
 decode steps take 11 ms more per row.
 """
 
@@ -40,7 +43,7 @@ def group_by_length(
     """Split samples into groups of similar length that read up to `max_positions` each.
 
     The group of the longest samples comes first. All rows of a group read as many positions as its
-    longest sample. A group of the smallest row count may read more.
+    longest sample. A group cannot have fewer rows than the smallest row count, so it may read more.
     """
     rest, counts = sorted(samples, key=lambda sample: sample.position, reverse=True), sorted(counts)
     while rest:
@@ -63,7 +66,7 @@ class PlannedPart:
     length: int
     """KV positions that each row reads."""
     is_adjusted: bool = False
-    """Whether the logits of the samples change, see `RunningSample.is_adjusted`."""
+    """Whether penalties, biases or masks are applied to the logits, see `RunningSample.is_adjusted`."""
 
     @classmethod
     def arrange(cls, samples: Sequence[RunningSample], count: int, length: int) -> "PlannedPart":
@@ -71,7 +74,10 @@ class PlannedPart:
         return cls(SliceRows.arrange(samples, count, merges=False), length, samples[0].is_adjusted)
 
     def make_compared(self, count: int) -> "PlannedPart":
-        """Return the part without samples that runs to compare a row count with another one."""
+        """Return a part without samples.
+
+        It runs with two row counts, to find out whether both give rows the same bits.
+        """
         rows = next(SliceRows.iter_shapes(count, BASE_SLOT + self.rows.any_adapter, merges=False))
         return PlannedPart(rows, MIN_SEGMENT_SIZE, self.is_adjusted)
 
@@ -87,7 +93,10 @@ class PlannedPart:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Whether any row has an adapter, and whether logits change: `RowCounts` compares each kind."""
+        """Whether any row has an adapter, and whether logits are adjusted.
+
+        `RowCounts` compares row counts separately for each kind.
+        """
         return self.rows.any_adapter, self.is_adjusted
 
     @property
@@ -98,7 +107,7 @@ class PlannedPart:
 
     @property
     def cost(self) -> float:
-        """The time of a decode step, in the time of a row that reads nothing."""
+        """The time of a decode step, in units of the time of a row that reads no KV cache."""
         return CALL_COST + self.count * (1 + self.length / ROW_LENGTH)
 
 
@@ -151,7 +160,9 @@ class SliceDivider:
         self._compilation_cost = compilation_cost
         self._called: set[Hashable] = set()
         self._shapes: set[tuple[int, int]] = set()  # row counts and KV read lengths of all queued or called programs
-        self._extra_cost: defaultdict[Hashable, float] = defaultdict(float)  # of slices without this program
+        self._extra_cost: defaultdict[Hashable, float] = defaultdict(
+            float
+        )  # of the slices that ran without this program
 
     def divide(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[PlannedPart]:
         """Return the parts of a slice of `num_steps` steps. Each part reads up to `max_positions`.
@@ -162,7 +173,7 @@ class SliceDivider:
         return [part for group in groups for part in self._choose(group, num_steps, max_positions)]
 
     def record_call(self, part: PlannedPart) -> None:
-        """Record that the program of a part is called, so it is compiled afterwards."""
+        """Record that the program of a part is about to be called. The call compiles it."""
         self._called.add(part.key)
         self._shapes.add((part.count, part.length))
 
@@ -179,7 +190,7 @@ class SliceDivider:
                     self._queue(missing)
             return parts
 
-        # Wait for the compiler. A larger program may do before the best one is compiled.
+        # Wait for the compiler. If a larger program is ready before the best one, use it.
         for missing in self._list_missing(best):
             self._queue(missing)
             self._compiler.wait_if_pending(missing.key)
