@@ -29,11 +29,10 @@ CALL_COST = 16
 ROW_LENGTH = 512
 """A row with this KV read length costs twice as much as a row that reads nothing."""
 _COMPILED_PARAMETERS = 21_000_000_000
-"""A compilation takes as long as a decode step of one row of a model with this many parameters,
-times its layers.
+"""A compilation takes as long as a decode step of one row with this many parameters.
 
-Measured with two cores and six layers with 30M parameters in total: a compilation takes 3 s, and 16
-decode steps take 11 ms more per row.
+The number is multiplied by the layers of the model. Measured with two cores and six layers with 30M
+parameters in total: a compilation takes 3 s, and 16 decode steps take 11 ms more per row.
 """
 
 
