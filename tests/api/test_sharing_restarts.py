@@ -68,7 +68,7 @@ def run_engine(server: Server, backend: MortalBackend) -> Iterator[None]:
         data_dir=server.settings.data_dir, base_model=server.settings.base_model, snapshot_interval_s=600
     )
     with live_engine(settings, backend):
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while server.client.get("/api/v1/healthz").status_code != HTTPStatus.OK:
             assert time.monotonic() < end
             time.sleep(0.02)

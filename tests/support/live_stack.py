@@ -143,7 +143,7 @@ def live_model(model: Path, name: str, data_dir: Path) -> Generator[str]:
         yield server.url
 
 
-def _wait_until_ready(server: Server, within_s: float = 60.0) -> None:
+def _wait_until_ready(server: Server, within_s: float = 300.0) -> None:
     end = time.monotonic() + within_s
     while (answer := server.client.get("/api/v1/healthz")).status_code != HTTPStatus.OK:
         assert time.monotonic() < end, answer.text

@@ -37,6 +37,8 @@ _RATES: Mapping[str, str] = {
     "optim_steps": "optim_steps_per_s",
 }
 """The engine's totals, and the names of the rates that are computed from them."""
+_GROUPS = "totals", "device_seconds", "queues", "places", "backend"
+"""The groups of metrics that an engine publishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,13 @@ class EngineReading:
 
     @classmethod
     def from_row(cls, row: EngineStateRow | None) -> "EngineReading | None":
-        """Return the reading of a row. None if the engine has not published metrics yet."""
-        return None if row is None or row.meters is None else cls(row.boot_id, row.updated_at, row.meters)
+        """Return the reading of a row. None if the engine has not published metrics yet.
+
+        A group of metrics that an engine of another release does not publish is empty.
+        """
+        if row is None or row.meters is None:
+            return None
+        return cls(row.boot_id, row.updated_at, {group: dict[str, Any]() for group in _GROUPS} | row.meters)
 
 
 def compute_rates(before: EngineReading | None, after: EngineReading | None) -> dict[str, float]:

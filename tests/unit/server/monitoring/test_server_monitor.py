@@ -56,6 +56,20 @@ def test_gauges_leave_out_what_the_backend_does_not_tell() -> None:
     assert "kv_cache_tokens" not in found and read_gauges(None) == {}
 
 
+def test_an_engine_of_another_release_may_publish_fewer_groups() -> None:
+    """A KeyError would end the thread, and with it the health of the server."""
+    meters = {"backend": {"decode_slots": 8}}
+    rows = [
+        EngineStateRow(
+            number=1, boot_id="a", pid=1, status="ready", capabilities={}, base_models=[], meters=meters, updated_at=at
+        )
+        for at in (1.0, 2.0)
+    ]
+    before, after = map(EngineReading.from_row, rows)
+    assert read_gauges(after) == {"decode_slots": 8}
+    assert set(compute_rates(before, after).values()) <= {0.0}
+
+
 def test_numbers_of_several_engines_are_those_of_one_server() -> None:
     found = combine_engines([read_gauges(word(1.0, decode_slots=8)), read_gauges(word(1.0, decode_slots=4))])
     assert (found["training_waiting"], found["models_resident"], found["decode_slots"]) == (4, 6, 12)
