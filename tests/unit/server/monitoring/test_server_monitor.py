@@ -58,7 +58,7 @@ def test_gauges_leave_out_what_the_backend_does_not_tell() -> None:
 
 def test_an_engine_of_another_release_may_publish_fewer_groups() -> None:
     """A KeyError would end the thread, and with it the health of the server."""
-    meters = {"backend": {"decode_slots": 8}}
+    meters: dict[str, Any] = {"backend": {"decode_slots": 8}}
     rows = [
         EngineStateRow(
             number=1, boot_id="a", pid=1, status="ready", capabilities={}, base_models=[], meters=meters, updated_at=at
