@@ -57,7 +57,7 @@ class EngineReading:
         """
         if row is None or row.meters is None:
             return None
-        return cls(row.boot_id, row.updated_at, {group: dict[str, Any]() for group in _GROUPS} | row.meters)
+        return cls(row.boot_id, row.updated_at, {**{group: {} for group in _GROUPS}, **row.meters})
 
 
 def compute_rates(before: EngineReading | None, after: EngineReading | None) -> dict[str, float]:
