@@ -74,7 +74,9 @@ def run_in_row(inputs: Inputs, groups: list[Group]) -> jax.Array:
     return delta_rule(*inputs, zeros(1), ChunkMasks.from_starts(start_BT, prefix))[0]
 
 
-@pytest.mark.parametrize("groups", LAYOUTS)
+@pytest.mark.parametrize(
+    "groups", [LAYOUTS[1], *(pytest.param(groups, marks=pytest.mark.slow) for groups in (LAYOUTS[0], *LAYOUTS[2:]))]
+)
 def test_a_delta_net_continues_the_state_of_the_prefix(groups: list[Group]) -> None:
     inputs = draw(1, lay_out(groups)[0].shape[1])
     weight = np.random.default_rng(1).standard_normal(inputs[2].shape).astype(np.float32)

@@ -201,7 +201,7 @@ def measure(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.n
     [
         (DENSE, "importance_sampling", None),
         (DENSE, "cross_entropy", 3),
-        (HYBRID, "importance_sampling", None),
+        pytest.param(HYBRID, "importance_sampling", None, marks=pytest.mark.slow),
         pytest.param(HYBRID, "cross_entropy", 3, marks=pytest.mark.slow),
         pytest.param(HYBRID_MOE, "importance_sampling", None, marks=pytest.mark.slow),
     ],
