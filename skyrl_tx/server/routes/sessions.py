@@ -212,7 +212,9 @@ def search_sessions(call: IncomingList) -> Response:
 
         last = page[-1][0] if len(matches) > len(page) else None
         return schemas.SessionSearchResponse(
-            sessions=[_summarize(row, status, stored.get(row.session_id, StorageUsage())) for row, status in page],
+            sessions=[
+                _summarize_session(row, status, stored.get(row.session_id, StorageUsage())) for row, status in page
+            ],
             next_cursor=None
             if last is None
             else schemas.SearchCursor(last_created_at=to_utc_time(last.created_at), last_session_id=last.session_id),
@@ -278,7 +280,9 @@ def _get_status(row: SessionRow, failed_run: ModelId | None, now: float) -> sche
     return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
 
 
-def _summarize(row: SessionRow, status: schemas.SessionStatus | None, stored: StorageUsage) -> schemas.SessionSummary:
+def _summarize_session(
+    row: SessionRow, status: schemas.SessionStatus | None, stored: StorageUsage
+) -> schemas.SessionSummary:
     return schemas.SessionSummary(
         session_id=row.session_id,
         created_at=to_utc_time(row.created_at),

@@ -159,9 +159,8 @@ class SliceDivider:
         self._compilation_cost = compilation_cost
         self._called: set[Hashable] = set()
         self._shapes: set[tuple[int, int]] = set()  # row counts and KV read lengths of all queued or called programs
-        self._extra_cost: defaultdict[Hashable, float] = defaultdict(
-            float
-        )  # of the slices that ran without this program
+        self._extra_cost: defaultdict[Hashable, float] = defaultdict(float)
+        """By program, the extra cost of the slices that ran without it."""
 
     def divide(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[PlannedPart]:
         """Return the parts of a slice of `num_steps` steps. Each part reads up to `max_positions`.
