@@ -161,9 +161,9 @@ class ReplyConstraint:
         form, prompt, writer = self._prompt.form, self._prompt.text, self._writer
         if not isinstance(form, MessageFormat):
             return ""
-        opening = find_prefilled(form, prompt)
+        prefilled = find_prefilled(form, prompt)
         if form.has_headers:
-            require(not opening, "continue_final_message: the continued message cannot be constrained")
+            require(not prefilled, "continue_final_message: the continued message cannot be constrained")
             channel, message, start = (writer.mark(mark) for mark in ("<|channel|>", "<|message|>", "<|start|>"))
             reasoning = writer.add(f'{channel} "analysis" {message} {writer.text_until("<|end|>")} {start} "assistant"')
             return f"{reasoning}?" + ("" if is_call else f' {channel} "final" {message}')
@@ -171,7 +171,7 @@ class ReplyConstraint:
         # Reasoning that the prompt has begun, or that the model may begin
         blocks = [block for block in form.blocks if block.kind == "reasoning"]
         for block in blocks:
-            if opening == block.start:
+            if prefilled == block.start:
                 return f"{writer.text_until(block.ends[0])} SPACE?"
         for block in blocks:
             is_closed = prompt.rstrip().endswith(block.ends[0])
