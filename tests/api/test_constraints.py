@@ -9,10 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.api.test_chat import CHAT, COMPLETIONS, MESSAGES, TALK, answer, chat_text, post, stream_events
 from tests.support.live_stack import LiveStack, live_stack
-from tests.support.tiny_tokenizer import PACKAGED
 
 SCHEMA = {
     "type": "object",
@@ -30,12 +28,8 @@ MAX_TOKENS = 80
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """A server whose engine knows the tokenizer that the API uses."""
-    text = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeBackend, "make_tokenizer_reader", lambda _: lambda: text)
-        with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, tool_parser="hermes") as stack:
-            yield stack
+    with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, tool_parser="hermes") as stack:
+        yield stack
 
 
 def chat(stack: LiveStack, **body: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from tests.api.test_constraints import SCHEMA
 from tests.support.live_api import live_api
 from tests.support.live_engine import live_engine
 from tests.support.live_stack import PUBLIC_NAME, live_stack, small_backend
-from tests.support.tiny_tokenizer import PACKAGED
 
 PATTERN = "[ab]{12}-[0-9]{5}"
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -60,8 +59,6 @@ def test_jax_draws_texts_that_match_and_leaves_other_samples_alone(tmp_path: Pat
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    text = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
-    monkeypatch.setattr(FakeBackend, "make_tokenizer_reader", lambda _: lambda: text)
     tokenizer = str(write_tiny_model(tmp_path / "tokenizer"))
     common: dict[str, Any] = {"data_dir": tmp_path / "data", "base_model": "fake", "served_model_name": PUBLIC_NAME}
     common["data_dir"].mkdir(mode=0o700)

@@ -23,6 +23,7 @@ from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.recording_middleware import RecordingMiddleware
+from tests.support.tiny_tokenizer import PACKAGED
 
 PUBLIC_NAME = "Qwen/Qwen3-8B"
 VOCAB_SIZE = 1024
@@ -50,10 +51,12 @@ class LiveStack:
 def small_backend(name: str, directory: Path, token_delay_s: float = 0.0) -> tuple[str, AbstractBackend]:
     """Create a backend with the sizes above; return its base model and the backend.
 
-    With `token_delay_s` the fake backend samples one token per step, after that delay.
+    The fake backend has the tokenizer of the tiny model. With `token_delay_s` it samples one token
+    per step, after that delay.
     """
     if name == "fake":
-        config = FakeConfig(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT, max_lora_rank=MAX_RANK)
+        sizes = {"vocab_size": VOCAB_SIZE, "max_context_length": CONTEXT, "max_lora_rank": MAX_RANK}
+        config = FakeConfig(**sizes, tokenizer_file=PACKAGED / "tokenizer.json")
         if token_delay_s:
             config = config.model_copy(update={"slice_tokens": 1, "step_delay_s": token_delay_s})
         return "fake", FakeBackend("fake", config)
@@ -90,7 +93,7 @@ def live_stack(
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left.
 
-    `has_tokenizer`: the fake backend is served with the tokenizer of the tiny model.
+    `has_tokenizer`: the API has the tokenizer of the tiny model with the fake backend too.
     """
     base_model, backend = small_backend(backend_name, directory, token_delay_s)
     data_dir, recorder = directory / "data", RecordingMiddleware()

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,11 @@ class FakeBackend(AbstractBackend):
     def text_of(self, tokens: list[int]) -> str:
         """Return one character per token, the one with the token's number as code point."""
         return "".join(chr(token) for token in tokens)
+
+    @override
+    def make_tokenizer_reader(self) -> Callable[[], str]:
+        file = self._config.tokenizer_file
+        return super().make_tokenizer_reader() if file is None else partial(file.read_text, encoding="utf-8")
 
     @override
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:

@@ -1,5 +1,7 @@
 """Settings of the fake backend."""
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -32,3 +34,5 @@ class FakeConfig(BaseModel):
     """Tokens that one decode slice adds to each sample."""
     step_delay_s: float = Field(default=0.0, ge=0)
     """Seconds of delay in each micro-batch, optimizer step and decode slice."""
+    tokenizer_file: Path | None = None
+    """A `tokenizer.json` for samples with a constraint; without it they are refused."""
