@@ -84,6 +84,16 @@ CALLS: Mapping[str, Json] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
         "tool_choice": "auto",
     },
+    "/oai/api/v1/chat/completions": {  # the same route with another prefix, here with a call that is forced
+        **{"model": PUBLIC_NAME, "max_tokens": 8, "messages": [{"role": "user", "content": "c"}]},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+    "/anthropic/api/v1/messages": {
+        **{"model": PUBLIC_NAME, "max_tokens": 8, "messages": [{"role": "user", "content": "c"}]},
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    },
     "/trackio/api/bulk_log": {
         "kwargs": {"logs": [{"project": "p", "run": "n", "metrics": {"m": 1.0}, "step": 1, "run_id": "r"}]}
     },
@@ -193,6 +203,76 @@ def test_refused_text_is_named_in_every_place(server: Server, ids: dict[str, str
 def test_other_text_is_executed_or_refused(server: Server, ids: dict[str, str], name: str) -> None:
     collect_refusals(server, [case.send(server, ids) for case in make_cases(ACCEPTED[name])])
     check_alive(server, ids)
+
+
+DEEP: Json = json.loads('{"a":[' * 400 + "1" + "]}" * 400)
+NAMED: Json = {"type": "function", "function": {"name": "f"}}
+TOOL_CHOICES: Mapping[str, object] = {
+    "no such function": {"type": "function", "function": {"name": "g"}},
+    "huge name": {"type": "function", "function": {"name": "f" * 2**20}},
+    "huge type": {"type": "x" * 2**20, "function": {"name": "f"}},
+    "empty name": {"type": "function", "function": {"name": ""}},
+    "name with a line break": {"type": "function", "function": {"name": "f\n"}},
+    "number as name": {"type": "function", "function": {"name": 5}},
+    "list as name": {"type": "function", "function": {"name": ["f"]}},
+    "no name": {"type": "function", "function": {}},
+    "nested choice": {"type": "function", "function": NAMED},
+    "nested deeply": {"type": "function", "function": {"name": DEEP}},
+    "no type": {"function": {"name": "f"}},
+    "form of another API": {"type": "tool", "name": "f"},
+    "empty object": {},
+    "list": [NAMED],
+    "name alone": "f",
+    "huge word": "required" * 2**17,
+    "other case": "Required",
+    "empty word": "",
+    "number": 1,
+    "zero": 0,
+    "false": False,
+    "true": True,
+    "numbers": {"type": "function", "function": {"name": list(range(10_000))}},
+}
+
+
+@pytest.mark.parametrize("name", TOOL_CHOICES)
+def test_a_hostile_tool_choice_is_refused_by_name(server: Server, name: str) -> None:
+    body = {**CALLS["/oai/api/v1/chat/completions"], "tool_choice": TOOL_CHOICES[name]}
+    check_refusal(server.client.post("/v1/chat/completions", json=body), "tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("choice", "field"),
+    [
+        ({"type": "tool", "name": "g"}, "tool_choice"),
+        ({"type": "tool", "name": "f" * 2**20}, "tool_choice"),
+        ({"type": "tool"}, "tool_choice"),
+        ({"type": "tool", "name": ""}, "tool_choice"),
+        ({"type": "tool", "name": 5}, "tool_choice.name"),
+        ({"type": "tool", "name": DEEP}, "tool_choice.name"),
+        ({"type": "x" * 2**20}, "tool_choice"),
+        ({"type": DEEP}, "tool_choice.type"),
+        ({}, "tool_choice.type"),
+        ([{"type": "any"}], "tool_choice"),
+        ("any", "tool_choice"),
+        (False, "tool_choice"),
+        (0, "tool_choice"),
+        (NAMED, "tool_choice"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_hostile_tool_choice_of_anthropic_clients_is_refused_by_name(
+    server: Server, choice: object, field: str
+) -> None:
+    path = "/anthropic/api/v1/messages"
+    check_refusal(server.client.post(path, json={**CALLS[path], "tool_choice": choice}), field)
+
+
+def check_refusal(answer: httpx.Response, field: str) -> None:
+    """Check that a request was refused with a short message that begins with a field."""
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 422), answer.text
+    assert error["message"].startswith(field) and len(error["message"]) < 500, error
+    assert error.get("param", field) == field
 
 
 ZERO = REFUSED["zero"]
