@@ -13,7 +13,7 @@ Legend: B batch, T tokens, D embed, V vocab, M pages of a row, S rows of a decod
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -359,16 +359,29 @@ def _run_group(
     """Run `x` through one group. `first` is the index of its first stack among all stacks.
 
     Returns the hidden states, and the new cache entries, one per stack.
-
-    Stacked layers run in a loop (`jax.lax.scan`), so the compile time does not grow with the number
-    of layers. Layers that are a tuple are unrolled, and their cache entries are a tuple too. This
-    takes longer to compile, but copies no layer out of a stack.
     """
     layers = params.layers[first : first + len(group.stacks)]
-    stacked = [stack for stack in layers if not isinstance(stack, tuple)]  # all stacks or none
-    unsliced = [
-        _find_unsliced_params(stack.block, mode.context) if stacked else frozenset[str]() for stack in group.stacks
-    ]
+    separate = [stack for stack in layers if isinstance(stack, tuple)]  # all stacks or none
+    if separate:
+        return _run_separate_layers(mode, x, group, first, separate, params.is_transposed, adapters, states)
+    stacked = [stack for stack in layers if not isinstance(stack, tuple)]
+    return _run_stacked_layers(mode, x, group, first, stacked, adapters, states)
+
+
+def _run_stacked_layers(
+    mode: _LayerMode,
+    x: jax.Array,
+    group: Group,
+    first: int,
+    stacks: Sequence[LayerParams],
+    adapters: GroupAdapters,
+    states: tuple[Any, ...],
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Do the same as `_run_group` in a loop (`jax.lax.scan`) over the repeats of the cycle.
+
+    The time to trace and compile the loop does not depend on the number of layers.
+    """
+    unsliced = [_find_unsliced_params(stack.block, mode.context) for stack in group.stacks]
 
     # One function per block of the cycle.
     def make_layer(index: int):
@@ -377,7 +390,7 @@ def _run_group(
         def run_layer_once(x: jax.Array, layer_params: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
             layer_cache = mode.get_cache(first + index, repeat, state)
             layer_params = _gather_params(block, layer_params, mode.context.layout)
-            in_stack = {name: StackedParam(stacked[index][name], repeat) for name in unsliced[index]}
+            in_stack = {name: StackedParam(stacks[index][name], repeat) for name in unsliced[index]}
             layer_adapters = adapters.select_layer(index, repeat, pairs)
             return mode.run_block(block, x, {**layer_params, **in_stack}, layer_adapters, layer_cache)
 
@@ -393,30 +406,54 @@ def _run_group(
             new_entries.append(new)
         return x, tuple(new_entries)
 
+    sliced = tuple(
+        {name: leaf for name, leaf in stack.items() if name not in names}
+        for stack, names in zip(stacks, unsliced, strict=True)
+    )
+    repeats = jnp.arange(group.num_repeats, dtype=jnp.int32)
+    return jax.lax.scan(run_cycle, x, (sliced, adapters.get_pairs(), states, repeats))
+
+
+def _run_separate_layers(
+    mode: _LayerMode,
+    x: jax.Array,
+    group: Group,
+    first: int,
+    stacks: Sequence[tuple[LayerParams, ...]],
+    is_transposed: bool,
+    adapters: GroupAdapters,
+    states: tuple[Any, ...],
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Do the same as `_run_group` without a loop. The cache entries of a stack are a tuple too.
+
+    Compiling takes longer than for a loop, but no layer is copied out of a stack. The layers of a
+    stack call the same jitted function, which is traced and lowered only once. XLA inlines the calls.
+    """
+
+    def make_layer(block: Block):
+        @jax.jit
+        def run_layer(x: jax.Array, layer_params: LayerParams, layer_adapters: LayerAdapters, layer_cache: Any):
+            if is_transposed:
+                layer_params = transpose_layer(block, layer_params)
+            layer_params = _gather_params(block, layer_params, mode.context.layout)
+            return mode.run_block(block, x, layer_params, layer_adapters, layer_cache)
+
+        return run_layer
+
+    run_layer = [make_layer(stack.block) for stack in group.stacks]
     pairs = adapters.get_pairs()
-
-    # Stacked layers: one loop over the repeats of the cycle.
-    if stacked:
-        sliced = tuple(
-            {name: leaf for name, leaf in stack.items() if name not in names}
-            for stack, names in zip(stacked, unsliced, strict=True)
-        )
-        return jax.lax.scan(run_cycle, x, (sliced, pairs, states, jnp.arange(group.num_repeats, dtype=jnp.int32)))
-
-    # Separate layers: unroll the loop.
-    by_repeat: list[tuple[Any, ...]] = []
+    new_entries: list[list[Any]] = [[] for _ in group.stacks]
     for repeat in range(group.num_repeats):
         repeat_pairs = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
-        cycle_params = tuple(
-            transpose_layer(stack.block, separate[repeat]) if params.is_transposed else separate[repeat]
-            for stack, separate in zip(group.stacks, layers, strict=True)
-            if isinstance(separate, tuple)
-        )
-        cycle_states = tuple(stack_states[repeat] if stack_states else () for stack_states in states)
-        x, new = run_cycle(x, (cycle_params, repeat_pairs, cycle_states, repeat))
-        by_repeat.append(new)
-    by_stack = zip(group.stacks, zip(*by_repeat, strict=True), strict=True)
-    return x, tuple(LayerCache() if stack.block.mixer is None else new_entries for stack, new_entries in by_stack)
+        for index, (run, stack, stack_states) in enumerate(zip(run_layer, stacks, states, strict=True)):
+            layer_adapters = adapters.select_layer(index, repeat, repeat_pairs)
+            layer_cache = mode.get_cache(first + index, repeat, stack_states[repeat] if stack_states else ())
+            x, new = run(x, stack[repeat], layer_adapters, layer_cache)
+            new_entries[index].append(new)
+    return x, tuple(
+        LayerCache() if stack.block.mixer is None else tuple(entries)
+        for stack, entries in zip(group.stacks, new_entries, strict=True)
+    )
 
 
 def logits(

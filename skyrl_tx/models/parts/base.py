@@ -78,11 +78,11 @@ class StackedParam:
     layer: jax.Array
 
 
-@dataclass(frozen=True, slots=True)
+@struct.dataclass
 class LayerAdapters:
     """The adapters of the rows in one layer. Empty for the base model."""
 
-    maps: Mapping[str, RowAdapter] = field(default_factory=dict[str, RowAdapter])
+    maps: Mapping[str, RowAdapter] = struct.field(default_factory=dict[str, RowAdapter])
     experts: ExpertAdapters | None = None
 
 
