@@ -438,6 +438,10 @@ def select_rows(adapter: Adapter, name: str, slots: RowSlots | None, layer: Any)
     if isinstance(adapter, GatheredAdapter) and name in adapter.rows:
         return adapter.rows[name][layer or 0]
     assert slots is not None, "an adapter with slots needs the slots of the rows"
+    return _select_pair(adapter.weights[name], adapter.scale, slots, layer)
+
+
+@jax.jit  # equal layers are traced and lowered once
+def _select_pair(pair: LoraPair, scale: jax.Array, slots: RowSlots, layer: Any) -> RowAdapter:
     index = slots.slot_G if layer is None else (slots.slot_G, layer)
-    pair = adapter.weights[name]
-    return RowAdapter(LoraPair(a=pair.a[index], b=pair.b[index]), adapter.scale[slots.slot_G], slots.group_M)
+    return RowAdapter(LoraPair(a=pair.a[index], b=pair.b[index]), scale[slots.slot_G], slots.group_M)
