@@ -1,17 +1,19 @@
 """Grouped matrix products on TPU: a Pallas kernel.
 
-Each tile of rows is multiplied with one matrix.
+In a mixture-of-experts layer, the rows (tokens) of each expert are divided into tiles, and each
+tile is multiplied with the matrix of its expert.
 
-If this is written in plain JAX (a gather and a batched product), XLA first copies the matrix of
-each tile. In a mixture-of-experts layer, this moves several times the bytes of the matrices. This
-kernel copies nothing: it reads the index of the next tile's matrix, and fetches a block of that
-matrix while it multiplies the previous block. The caller sorts tiles by matrix, so that each matrix
-is fetched once. The last tiles may be unused, because the number of tiles is fixed; their result is
-zero. JAX's `megablox` also multiplies groups of rows, but it cannot add the LoRA product of each
-row, and it leaves the rows of unused tiles undefined.
+In plain JAX this is a gather of one matrix per tile, followed by a batched product. XLA then copies
+the matrix of each tile, which moves several times the bytes of the matrices. This kernel makes no
+copy: while it multiplies one block of a matrix, it fetches the next block from where the matrix is
+stored. The caller sorts the tiles by matrix, so that each matrix is fetched once. The number of
+tiles is fixed, so the last tiles may be unused. Their result is zero.
 
-Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs. The second product, for LoRA,
-has matrices Y with the inner dim R.
+JAX's `megablox` also multiplies groups of rows, but it cannot add the LoRA product of each row, and
+it leaves the rows of unused tiles undefined.
+
+Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs. The LoRA product has matrices Y
+and the inner dim R.
 """
 
 from functools import partial
@@ -24,13 +26,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from skyrl_tx.layers.grouped_experts import AddedProducts
 
-MATRIX_BYTES = 2**21
-"""The maximum bytes of a block of a matrix. But a block has at least WIDTH outputs.
+MAX_BLOCK_BYTES = 2**21
+"""The maximum size of a block of a matrix, unless LANES outputs alone take more.
 
 VMEM holds two blocks at a time: one is multiplied while the next is fetched.
 """
-WIDTH = 128
-"""The lanes of a vector register. The number of outputs of a block is a multiple of it, or all outputs."""
+LANES = 128
+"""The lanes of a vector register. A block has a multiple of LANES outputs, or all outputs."""
 
 
 def multiply_tiles(
@@ -50,11 +52,11 @@ def multiply_tiles(
         x_WPI: Tiles of rows.
         matrix_X: Matrices [X, I, O], or [X, O, I] if `transposed`.
         index_W: The index of each tile's matrix. Tiles of the same matrix are adjacent.
-        num_used: The number of tiles that are used. The result is zero for all other tiles.
-        added: A second product that is added to the first one, for LoRA: its rows, matrices, and
-            the matrix of each tile.
-        transposed: Whether the matrices are transposed.
-        out_dtype: The type of the products that are returned.
+        num_used: The number of used tiles, which come first. The result of all other tiles is zero.
+        added: The LoRA product, which is added to the first one: its rows, its matrices, and the
+            index of each tile's matrix.
+        transposed: Whether the matrices are transposed, including the LoRA matrices.
+        out_dtype: The type of the result.
         interpret: Whether to interpret the kernel, for tests without a TPU.
 
     Returns:
@@ -64,8 +66,9 @@ def multiply_tiles(
     outputs, dtype = matrix_X.shape[1 if transposed else 2], x_WPI.dtype
     size = _get_block_size(inputs * matrix_X.dtype.itemsize, outputs)
 
-    # Unused tiles have the block index of the last used tile. Pallas does not fetch a block again
-    # if its index is unchanged. The outer loop is over blocks of outputs.
+    # The outer loop is over blocks of outputs (o), the inner loop over tiles (w). Pallas fetches a
+    # block only if its index differs from the previous iteration. Unused tiles therefore ask for
+    # the blocks of the last used tile, which are in VMEM already.
     def get_fetched_tile(w: Any, used: Any) -> Any:
         return jnp.minimum(w, jnp.maximum(used[0] - 1, 0))
 
@@ -75,15 +78,16 @@ def multiply_tiles(
         )
 
     def make_matrix_spec(x: jax.Array, index_position: int) -> pl.BlockSpec:
-        def locate_block(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
-            number = numbers[index_position][get_fetched_tile(w, numbers[-1])]
-            return (number, o, 0) if transposed else (number, 0, o)
+        # `prefetched` are the `scalars` below. `index_position` says which of them has the indices.
+        def locate_block(o: Any, w: Any, *prefetched: Any) -> tuple[Any, ...]:
+            index = prefetched[index_position][get_fetched_tile(w, prefetched[-1])]
+            return (index, o, 0) if transposed else (index, 0, o)
 
         block = (None, size, x.shape[2]) if transposed else (None, x.shape[1], size)
         return pl.BlockSpec(block, locate_block)
 
     arrays, specs = [x_WPI, matrix_X], [make_tile_spec(x_WPI), make_matrix_spec(matrix_X, 0)]
-    added_index_W = index_W
+    added_index_W = index_W  # not used without a LoRA product
     if added is not None:
         added_index_W = added.index_W
         arrays += [added.x_WPR, added.matrix_Y]
@@ -106,8 +110,11 @@ def multiply_tiles(
 
 
 def _get_block_size(row_bytes: int, outputs: int) -> int:
-    """Return the outputs per block: all, or as many whole registers as MATRIX_BYTES allows."""
-    size = max(MATRIX_BYTES // (row_bytes * WIDTH), 1) * WIDTH
+    """Return the outputs per block: the largest multiple of LANES that MAX_BLOCK_BYTES allows, or all.
+
+    `row_bytes` is the size of the matrix entries for one output.
+    """
+    size = max(MAX_BLOCK_BYTES // (row_bytes * LANES), 1) * LANES
     return min(size, outputs)
 
 
@@ -121,7 +128,7 @@ def _kernel(
     transposed: bool,
     dtype: Any,
 ) -> None:
-    """Compute some outputs of a tile; zeros if the tile is not used."""
+    """Compute one block of a tile's outputs, or zeros if the tile is not used."""
     *added, out_ref = added_and_out_refs
     is_used = pl.program_id(1) < used_ref[0]
 
@@ -129,8 +136,8 @@ def _kernel(
     def _() -> None:
         out = _multiply(x_ref[...], matrix_ref[...], dtype, transposed)
         if added:
-            narrow_ref, other_ref = added
-            out += _multiply(narrow_ref[...], other_ref[...], dtype, transposed)
+            added_x_ref, added_matrix_ref = added
+            out += _multiply(added_x_ref[...], added_matrix_ref[...], dtype, transposed)
         out_ref[...] = out.astype(out_ref.dtype)
 
     @pl.when(jnp.logical_not(is_used))
@@ -139,8 +146,8 @@ def _kernel(
 
 
 def _multiply(x: jax.Array, matrix: jax.Array, dtype: Any, transposed: bool) -> jax.Array:
-    # Set the precision by type: the context's precision `highest` would multiply bfloat16 in six
-    # passes.
+    # Set the precision explicitly. The backend's default is `highest`, and a TPU would then need six
+    # passes to multiply bfloat16.
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
     return jax.lax.dot_general(

@@ -1,12 +1,14 @@
 """Attention over packed rows on TPU: splash attention, a Pallas kernel of JAX.
 
-Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Scores, softmax and sums are float32;
-products have the type of keys and values. Sequences of a row are separated by segment ids: the
-start of a position serves as its id. Blocks that the causal mask, the window or the starts hide
-from all their queries are not computed.
+The kernel is `jax.experimental.pallas.ops.tpu.splash_attention`. Scores, softmax and sums are
+float32. The inputs of matrix products have the type of the keys and values.
+
+A row may hold multiple sequences. The kernel separates them by segment ids, and we use the start of
+a sequence as its id. The kernel skips a block of keys if none of the block's queries may attend to
+it, because of the causal mask, the window, or the starts of sequences.
 
 Legend: B batch, N heads, K kv heads, T tokens, H head dim, which may differ between keys and
-values.
+values, I blocks of queries, J blocks of keys.
 """
 
 import math
@@ -21,9 +23,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from skyrl_tx.layers.remat import MATMUL
 
 MULTIPLE = 128
-"""Rows are padded to a multiple of this number, the positions that a TPU computes together."""
-BLOCKS = (512, 256, 128)
-"""Queries and keys per block: the first of these that divides the length of the row."""
+"""Rows are padded to a multiple of this number of positions, the lanes of a vector register."""
+BLOCK_SIZES = (512, 256, 128)
+"""Queries and keys per block: the first of these sizes that divides the padded length of the row."""
 
 
 def attend(
@@ -36,13 +38,13 @@ def attend(
     window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """Return the same as `causal_attention`. Sinks are constants."""
+    """Return the same as `causal_attention`, up to rounding. Sinks get no gradient."""
     T, padded = q_BTNH.shape[1], -q_BTNH.shape[1] % MULTIPLE
     if start_BT is not None:
-        start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # an id that no real position has
+        start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # a segment id that no sequence has
     q, k, v = (jnp.swapaxes(_pad(x, padded), 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    # The kernel does not divide scores by the root of the dim, so the queries are scaled here and
-    # rounded again.
+    # The kernel does not divide scores by the root of the head dim. Divide the queries instead,
+    # which rounds them once more.
     q = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(k.dtype)
     out_BNTH: jax.Array = _attend(window, interpret, q, k, v, start_BT, sinks_N)
     return jnp.swapaxes(out_BNTH, 1, 2)[:, :T].astype(jnp.float32)
@@ -61,9 +63,10 @@ def _run(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
+    """Run the kernel for queries [B, N, T, H], keys and values [B, K, T, H]. Returns [B, N, T, H]."""
     N, T = q.shape[1:3]
 
-    block = next(size for size in BLOCKS if T % size == 0)
+    block = next(size for size in BLOCK_SIZES if T % size == 0)
     mask = masks.CausalMask((T, T))
     if window is not None and window < T:
         mask = masks.LocalMask((T, T), (window - 1, 0), 0)
@@ -85,22 +88,24 @@ def _run(
     def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, start_T: jax.Array | None) -> Any:
         if start_T is None:
             return kernel(q, k, v, sinks=sinks_N)
-        own = _without_hidden_blocks(kernel, start_T[::block], block)
-        return own(q, k, v, splash.SegmentIds(q=start_T, kv=start_T), sinks=sinks_N)
+        row_kernel = _skip_hidden_blocks(kernel, start_T[::block], block)
+        return row_kernel(q, k, v, splash.SegmentIds(q=start_T, kv=start_T), sinks=sinks_N)
 
     out: jax.Array = jax.vmap(attend_row)(q, k, v, start_BT)
     return out
 
 
-def _without_hidden_blocks(
+def _skip_hidden_blocks(
     kernel: splash.SplashAttentionKernel, start_I: jax.Array, block: int
 ) -> splash.SplashAttentionKernel:
-    """Return the kernel without blocks of keys that lie before the starts of all queries.
+    """Return a kernel that skips blocks of keys that end before the sequences of a block's queries start.
 
-    `start_I` is the start of the first query of each block, which is the lowest of the block. No
-    bit changes, because all weights of a hidden block are 0. In the kernel's tables, `data_next`
-    [heads, I, J] is the block of keys of iteration J or, for the gradient of keys, the block of
-    queries of iteration I. An iteration with a `block_mask` of 0 is skipped.
+    Skipping changes no bit of the result, because all weights of such a block are 0.
+
+    `start_I` has, for each block of queries, the start of the sequence of its first query. This is
+    the lowest start in the block. The kernel has a table of iterations [heads, I, J]. The table's
+    `data_next` is the block of keys that an iteration reads or, for the gradient of keys and
+    values, the block of queries. Iterations with a `block_mask` of 0 are skipped.
     """
     forward, d_query, d_key = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     assert d_query is not None and d_key is not None and d_key.data_next is not None
@@ -119,9 +124,9 @@ def _without_hidden_blocks(
     return splash.SplashAttentionKernel(mask_by_query(forward), mask_by_query(d_query), by_key, **kernel.kwargs)
 
 
-# The kernel has no argument for the precision of its products: it uses the context in which it is
-# traced. The gradient of a layer is traced later than the layer, so the functions below set the
-# context for both.
+# The kernel has no argument for the precision of its products. It uses JAX's default at the time
+# when it is traced. JAX traces the gradient after it has left the forward function, so a context
+# there would not apply to the gradient. The functions below set the precision in both.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -134,7 +139,7 @@ def _attend(
     start_BT: jax.Array | None,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
-    with _set_precision(k):
+    with _use_precision_for(k):
         return _run(window, interpret, start_BT, sinks_N, q, k, v)
 
 
@@ -147,18 +152,18 @@ def _forward(
     start_BT: jax.Array | None,
     sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    with _set_precision(k):
+    with _use_precision_for(k):
         return jax.vjp(partial(_run, window, interpret, start_BT, sinks_N), q, k, v)
 
 
 def _backward(window: int | None, interpret: bool, backward: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    with _set_precision(d_out):
+    with _use_precision_for(d_out):
         return (*backward(d_out), None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _set_precision(x: jax.Array) -> Any:
-    """Return a context with exact float32 products; for other types, operands have the type of `x`."""
+def _use_precision_for(x: jax.Array) -> Any:
+    """Return a context for products of the type of `x`: in full precision for float32, else in one pass."""
     return jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default")
