@@ -85,7 +85,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         prompt=prompt.tokens,
         params=_constrain(service, request, prompt, add_stop_token(params, service.text.eos_token_id)),
         is_streamed=bool(request.stream),
-        marks=prompt.marks,
+        delimiters=prompt.delimiters,
         kind=sessions.ANTHROPIC,
     )
     choice = request.tool_choice
@@ -165,7 +165,7 @@ class _Message(ChatReply):
     A request has one prompt, so the argument `prompt_index` of the methods is always 0.
     """
 
-    form = "anthropic"
+    api = "anthropic"
 
     def __init__(self, model: str, prompt: ChatPrompt, prepared: ChatRequest, *, has_one_call: bool) -> None:
         """With `has_one_call`, tool calls after the first are left out."""
@@ -177,7 +177,7 @@ class _Message(ChatReply):
         self._block_index = 0
         self._block_kind: str | None = None
         """The kind of the content block that is open in the stream, or None."""
-        self._head: JsonObject = {
+        self._common_fields: JsonObject = {
             "id": f"msg_{secrets.token_hex(14)}",
             "type": "message",
             "role": "assistant",
@@ -198,7 +198,7 @@ class _Message(ChatReply):
     def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
         content = _make_blocks(self._parts)
-        return {**self._head, "content": content, **self._describe_stop(), "usage": self._count_usage()}
+        return {**self._common_fields, "content": content, **self._describe_stop(), "usage": self._count_usage()}
 
     def _describe_stop(self) -> JsonObject:
         if self._finish.reason == "length":
@@ -227,7 +227,7 @@ class _Message(ChatReply):
             "stop_sequence": None,
             "usage": self._count_usage(),
         }
-        yield {"type": "message_start", "message": {**self._head, **empty}}
+        yield {"type": "message_start", "message": {**self._common_fields, **empty}}
 
     def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield a delta event for each new part.

@@ -74,11 +74,11 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
-        marks=prompt.marks,
+        delimiters=prompt.delimiters,
     )
 
     service.check_length(len(prompt.tokens), params.max_tokens)
-    service.check_num_logprobs([prepared], are_returned=bool(request.logprobs))
+    service.check_num_logprobs([prepared], has_token_logprobs=bool(request.logprobs))
     return _ChatCompletion(service, request, prompt, prepared)
 
 
@@ -249,9 +249,9 @@ class _ChatCompletion(OpenAiReply):
         for index in range(len(self._choices)):
             yield self._make_event(index, {"role": "assistant", "content": ""})
 
-    def _make_event(self, index: int, delta: JsonObject, about_tokens: JsonObject | None = None) -> JsonObject:
+    def _make_event(self, index: int, delta: JsonObject, token_fields: JsonObject | None = None) -> JsonObject:
         choice: JsonObject = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.make_chunk([choice | (about_tokens or {})])
+        return self.make_chunk([choice | (token_fields or {})])
 
     def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
         """Yield an event for each new part of a message.
@@ -260,19 +260,19 @@ class _ChatCompletion(OpenAiReply):
         """
         index, choice = delta.index, self._choices[delta.index]
         parts = choice.read(delta)
-        about_tokens = self._describe_tokens(delta)
+        token_fields = self._describe_tokens(delta)
 
-        if not self._has_described_prompt and (about_prompt := self._describe_prompt()):
-            yield self.make_chunk([], about_prompt)
+        if not self._has_described_prompt and (prompt_fields := self._describe_prompt()):
+            yield self.make_chunk([], prompt_fields)
         self._has_described_prompt = True
 
         for part in parts:
-            yield self._make_event(index, _make_delta(choice, part), about_tokens)
-            about_tokens = {}
+            yield self._make_event(index, _make_delta(choice, part), token_fields)
+            token_fields = {}
         if choice.finish_reason is not None:
-            yield self._make_event(index, {}, about_tokens | {"finish_reason": choice.finish_reason})
-        elif any(about_tokens.values()):
-            yield self._make_event(index, {"content": ""}, about_tokens)
+            yield self._make_event(index, {}, token_fields | {"finish_reason": choice.finish_reason})
+        elif any(token_fields.values()):
+            yield self._make_event(index, {"content": ""}, token_fields)
 
     def _describe_tokens(self, delta: Delta) -> JsonObject:
         """Return the token ids and log-probabilities of a delta, if the client asked for them.

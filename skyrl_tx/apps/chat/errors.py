@@ -1,4 +1,4 @@
-"""Error responses in the forms of the OpenAI and Anthropic APIs."""
+"""Error responses as the OpenAI and Anthropic APIs have them."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from skyrl_tx.contract.errors import FieldError, RequestError
 from skyrl_tx.process.text import make_line
 from skyrl_tx.server.errors import ApiError
 
-Form = Literal["openai", "anthropic"]
+ApiName = Literal["openai", "anthropic"]
 
 _OVERLOADED = 529
 """Anthropic's HTTP status for an overloaded server. Used instead of 503."""
@@ -37,30 +37,30 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-def convert_error_response(form: Form, response: Response, error: Exception) -> Response:
-    """Convert an error response of this server to the form of an API."""
+def convert_error_response(api: ApiName, response: Response, error: Exception) -> Response:
+    """Convert an error response of this server to an error response of an API."""
     detail = str(json.loads(bytes(response.body)).get("detail", ""))
     headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
     if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers.setdefault("retry-after", "5")
 
     status = response.status_code
-    is_overloaded = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
+    is_overloaded = api == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(
-        describe_error(form, status, detail, error),
+        describe_error(api, status, detail, error),
         status_code=_OVERLOADED if is_overloaded else status,
         headers=headers,
     )
 
 
-def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
+def describe_error(api: ApiName, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
     """Return the body of an error response.
 
     `detail` is the message of this server's own error response.
     """
     # Clients recognize the error for a too long prompt by its text (Anthropic) or code (OpenAI)
     too_long = error if isinstance(error, ContextTooLong) else None
-    if form == "anthropic":
+    if api == "anthropic":
         if too_long is not None:
             detail = f"prompt is too long: {too_long.num_prompt} tokens > {too_long.limit} maximum"
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
@@ -80,10 +80,10 @@ def describe_error(form: Form, status: int, detail: str, error: Exception | None
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
-def describe_stream_error(form: Form, error: Exception) -> dict[str, object]:
+def describe_stream_error(api: ApiName, error: Exception) -> dict[str, object]:
     """Return the body of an error event, for an error after the response has started."""
     status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
     detail = error.detail if isinstance(error, ApiError) else "internal error"
     if isinstance(error, RequestError):
         status, detail = HTTPStatus.BAD_REQUEST, error.message
-    return describe_error(form, status, detail, error)
+    return describe_error(api, status, detail, error)

@@ -35,8 +35,8 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, object]]
 
     @property
-    def marks(self) -> Collection[str]:
-        """The texts that the parser needs to see even if they are special tokens."""
+    def delimiters(self) -> Collection[str]:
+        """The texts between the parts of a reply. The parser must see them, also if they are special tokens."""
         return self.form.list_delimiters(has_tools=bool(self.tools))
 
     def create_parser(self, *, separates_reasoning: bool) -> MessageParser | TemplateParser:

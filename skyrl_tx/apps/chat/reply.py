@@ -1,7 +1,7 @@
 """Read a request, start its samples, and send the result as one response or as a stream of events.
 
-An endpoint calls `serve` with a function that makes a `ChatReply`. The reply turns new tokens into
-the response of the endpoint's API.
+The endpoints of the OpenAI and Anthropic APIs call `serve`. They pass a function that checks the
+request and returns a `ChatReply`, which converts new tokens to the format of the API.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from skyrl_tx.apps.chat.errors import Form, describe_stream_error
+from skyrl_tx.apps.chat.errors import ApiName, describe_stream_error
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
@@ -33,38 +33,38 @@ from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SEND_TIMEOUT_S = 60.0
-"""If a client reads nothing for this time, its stream ends and its samples are cancelled."""
+"""If a client reads nothing from a stream for this time, the stream ends and its samples are cancelled."""
 _CLIENT_CLOSED_REQUEST = 499
-"""Status for the access log when the client disconnected before the response."""
+"""Status in the access log if the client disconnects before the response is ready."""
 
 JsonObject = dict[str, object]
 """A JSON object, for example the body of a response."""
 T = TypeVar("T")
 
-# By default, sse-starlette cancels all streams as soon as uvicorn shuts down. We disable this,
-# because `ResultWatcher.release` wakes the generations on shutdown. Each stream can then send a
-# last event that tells the client that the server is shutting down.
+# By default, sse-starlette cancels all streams as soon as uvicorn shuts down. We disable this, so
+# that each stream can send a last event, which tells the client that the server is shutting down.
+# `ResultWatcher.release` makes the generations raise this error.
 AppStatus.disable_automatic_graceful_drain()
 
 
 class ChatReply(ABC):
     """Builds the reply to one request, as one response or as a stream of events.
 
-    There is a subclass for each API. `prompt_index` in the methods is the index of a prompt in
-    `requests`.
+    There is a subclass for each endpoint. A request of a client may have multiple prompts, and
+    `prompt_index` in the methods is the index of a prompt in `requests`.
     """
 
-    form: ClassVar[Form]
-    """The API, which determines the body of an error in a stream."""
+    api: ClassVar[ApiName]
+    """The name of the API. An error in a stream is described as in this API."""
     end: ClassVar[bytes] = b""
-    """Bytes that end a stream, after the last event."""
+    """Bytes after the last event of a stream."""
 
     def __init__(self, requests: Sequence[ChatRequest], *, is_streamed: bool) -> None:
-        """`requests` has one request per prompt. All of them are started together."""
+        """`requests` has one request for the engine per prompt. They are started together."""
         self.requests = requests
         self.is_streamed = is_streamed
         self.generations: Sequence[Generation] = ()
-        """The running requests, in the order of `requests`. Set before the first tokens arrive."""
+        """The running requests, in the order of `requests`. `serve` sets them before the first tokens arrive."""
 
     @abstractmethod
     def add(self, prompt_index: int, delta: Delta) -> None:
@@ -72,9 +72,9 @@ class ChatReply(ABC):
 
     @abstractmethod
     def make_body(self) -> JsonObject:
-        """Return the body of a response that is not streamed, once all samples are complete.
+        """Return the body of a response that is not streamed.
 
-        Runs in a thread.
+        Called in a thread after all samples are complete.
         """
 
     def make_first_events(self) -> Iterator[JsonObject]:
@@ -95,13 +95,13 @@ class ChatReply(ABC):
 
 
 class OpenAiReply(ChatReply):
-    """A reply with `choices`, as OpenAI's completions and chat completions have them."""
+    """A reply with a list of `choices`. It is used for OpenAI's completions and chat completions."""
 
-    form = "openai"
+    api = "openai"
     end = b"data: [DONE]\n\n"
     id_prefix: ClassVar[str]
     object_names: ClassVar[tuple[str, str]]
-    """The field `object` of a response that is not streamed, and of an event in a stream."""
+    """Two values for the field `object`: for a response that is not streamed, and for an event of a stream."""
 
     def __init__(self, service: ChatService, request: GenerationFields, requests: Sequence[ChatRequest]) -> None:
         super().__init__(requests, is_streamed=bool(request.stream))
@@ -111,9 +111,9 @@ class OpenAiReply(ChatReply):
         self.num_dropped = 0
         """Number of sampled tokens that are not returned, for example with `max_tokens` 0.
 
-        These tokens are not in the usage.
+        They do not count as completion tokens in the usage.
         """
-        self._head: JsonObject = {
+        self._common_fields: JsonObject = {
             "id": f"{self.id_prefix}{secrets.token_hex(14)}",
             "object": self.object_names[self.is_streamed],
             "created": int(time.time()),
@@ -127,20 +127,21 @@ class OpenAiReply(ChatReply):
 
     def make_body(self) -> JsonObject:
         """Return the body of a response that is not streamed."""
-        return {**self._head, "choices": self.make_choices(), "usage": self._count_usage()}
+        return {**self._common_fields, "choices": self.make_choices(), "usage": self._count_usage()}
 
-    def make_chunk(self, choices: Sequence[JsonObject], about_prompt: JsonObject | None = None) -> JsonObject:
+    def make_chunk(self, choices: Sequence[JsonObject], prompt_fields: JsonObject | None = None) -> JsonObject:
         """Return one event.
 
-        If the client asked for the usage in the last event, `usage` is null in all other events.
+        `prompt_fields` are further fields of the event, which describe the prompt. If the client
+        asked for the usage in the last event, `usage` is null in all other events.
         """
         usage: JsonObject = {"usage": None} if self.ends_with_usage else {}
-        return {**self._head, "choices": choices, **(about_prompt or {}), **usage}
+        return {**self._common_fields, "choices": choices, **(prompt_fields or {}), **usage}
 
     def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the usage if the client asked for it."""
         if self.ends_with_usage:
-            yield {**self._head, "choices": [], "usage": self._count_usage()}
+            yield {**self._common_fields, "choices": [], "usage": self._count_usage()}
 
     def _count_usage(self) -> JsonObject:
         num_prompt = sum(len(request.prompt) for request in self.requests)
@@ -159,7 +160,10 @@ class OpenAiReply(ChatReply):
 
 
 async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], ChatReply]) -> Response:
-    """Serve one call. `prepare` checks the request and renders its prompts. It runs in a thread."""
+    """Answer one HTTP request.
+
+    `prepare` checks the request and renders its prompts. It runs in a thread.
+    """
     service = get_service(request)
     call, reply = await read_request(request, lambda call: prepare(service, call))
 
@@ -179,7 +183,7 @@ def get_service(request: Request) -> ChatService:
 async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tuple[ApiCall, T]:
     """Authenticate and read a request, and run `prepare` in a thread.
 
-    The memory of the request's body counts towards the server's limit until `prepare` returns.
+    The memory for the body, and for decoding it, stays reserved until `prepare` returns.
     """
     caller = await authenticate_request(request)
     async with receive_data_call(request, caller) as call:
@@ -211,23 +215,23 @@ def _encode_events(reply: ChatReply, prompt_index: int, delta: Delta) -> list[by
 def _encode_error(request: Request, reply: ChatReply, error: Exception) -> bytes:
     """Encode the last event of a stream that fails.
 
-    Log the error if it is a bug and not the client's mistake.
+    Log the error, unless the server raised it on purpose to tell the client something.
     """
     if not isinstance(error, ApiError | RequestError):
         owner = {"owner": request.scope.get(OWNER)}
         _log.error("%s: the stream ended with an internal error", request.url.path, exc_info=error, extra=owner)
-    return reply.encode(describe_stream_error(reply.form, error)) + reply.end
+    return reply.encode(describe_stream_error(reply.api, error)) + reply.end
 
 
 def make_json_response(body: object) -> Response:
-    """Return a JSON response. msgspec encodes much faster than FastAPI's own responses."""
+    """Return a JSON response. It is encoded with msgspec, which is much faster than FastAPI's responses."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def respond(request: Request, work: Awaitable[Response], generations: Sequence[Generation]) -> Response:
     """Wait for `work`, which reads `generations`, and return its response.
 
-    If the client disconnects first, cancel the work and the generations.
+    If the client disconnects first, the work and the generations are cancelled.
     """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))

@@ -1,6 +1,7 @@
-"""Start sample requests for the OpenAI and Anthropic endpoints, and for the console.
+"""Start sample requests for the OpenAI and Anthropic endpoints, and for the console's playground.
 
-Callers use `ChatService.start` with a `ChatRequest`, and then read `Generation.deltas`.
+Callers pass a `ChatRequest` to `ChatService.start`, and then read the new tokens and texts from the
+`deltas` of the `Generation` that it returns.
 """
 
 import asyncio
@@ -46,26 +47,28 @@ _MAX_CONTEXT = 2**17
 """Limits the length of prompts until an engine has published its own limit."""
 _MAX_LOGPROBS = 2**20
 """Upper bound on the log-probabilities in one response, which take about 80 MB as JSON."""
-_MAX_TOTAL = 4096
+_MAX_TOTAL_SAMPLES = 4096
 """Upper bound on the samples of one API call, over all its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that the engine published when it started.
+    """Limits and properties of the engine, which it writes to the database when it starts.
 
-    The defaults apply until an engine has run.
+    The defaults apply until an engine has started for the first time.
     """
 
     max_context_length: int | None = None
     max_topk: int = 0
+    """How many of the most likely tokens a request may ask for at each position."""
     eos_token_ids: frozenset[int] = frozenset()
     fingerprint: str = ""
+    """The `system_fingerprint` of OpenAI's API. If it changes, the last bits of results may change."""
     sampling_controls: frozenset[str] | None = None
-    """The fields of `SamplingControls` that the backend supports; None until an engine has run."""
+    """The fields of `SamplingControls` that the backend supports; None until an engine has started."""
 
 
-class EngineLimits:
+class LimitsReader:
     """Reads the engine's limits from the database, at most once every two seconds. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
@@ -99,27 +102,27 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A prompt and how to sample from it. `prompt` has int32 tokens.
-
-    `kind` is one of `sessions.SERVER_SESSIONS`. With `keep_stop`, the text includes the stop string
-    or stop token that ended the sample.
-    """
+    """A prompt, and the options for sampling from it."""
 
     weights: Weights
     prompt: Sequence[int]
+    """The tokens of the prompt."""
     params: SamplingParams
     options: PromptOptions = field(default_factory=PromptOptions)
     num_samples: int = 1
     is_streamed: bool = False
     keep_stop: bool = False
+    """Whether the text includes the stop string or stop token that ended the sample."""
     skip_special: bool = True
-    marks: Collection[str] = ()
-    """Special tokens that are in the text nevertheless, because they separate the parts of a message."""
+    """Whether special tokens are left out of the text."""
+    delimiters: Collection[str] = ()
+    """Special tokens that `skip_special` keeps, because they separate the parts of a message."""
     needs_text: bool = True
     """Whether the request fails if the model has no tokenizer. If False, the text is empty instead."""
     is_private: bool = False
     """If True, the console does not show these samples among the samples of the run."""
     kind: str = sessions.OPENAI
+    """The name of the session that the server creates for these requests, for example "Playground"."""
 
 
 class _NoText:
@@ -137,13 +140,17 @@ class ChatService:
         settings = context.settings
         self.context = context
         self.text = ModelText(settings)
-        self.engine_limits = EngineLimits(context.store)
+        self._limits_reader = LimitsReader(context.store)
         self.streams = PartialStreams(context.store, settings.max_streams)
         context.results.add_reader(self.streams.read)
         self._cancel_unread_calls()
 
     def _cancel_unread_calls(self) -> None:
-        """Cancel the calls of an API process that was killed. No other process can read them."""
+        """Cancel the open requests that earlier API processes submitted before they ended.
+
+        Only the process that submitted such a request can read its result. If another API process
+        is running, the requests may belong to it, and nothing is cancelled.
+        """
         store, failure = self.context.store, codec.encode(CANCELLED)
 
         def report(written: Future[int]) -> None:
@@ -159,7 +166,7 @@ class ChatService:
     @property
     def limits(self) -> Limits:
         """The engine's limits. Reads the database at most once every two seconds."""
-        return self.engine_limits.get_limits()
+        return self._limits_reader.get_limits()
 
     @cached_property
     def response_template(self) -> ResponseTemplate | None:
@@ -178,7 +185,7 @@ class ChatService:
         return (await self.start_all(caller, [request]))[0]
 
     async def start_all(self, caller: Principal, chat_requests: Sequence[ChatRequest]) -> list[Generation]:
-        """Submit multiple requests. If one request is refused, all of them are cancelled."""
+        """Submit the requests of one API call. If one of them is refused, all of them are cancelled."""
         # Refuse the call if the engine is down or the caller has used up a quota
         report = await self.context.engine.get_recent_report()
         if report.problem is not None:
@@ -188,20 +195,21 @@ class ChatService:
                 "owner",
                 caller.owner,
             ):
-                # Without `X-Should-Retry`, the OpenAI and Anthropic clients would retry until the
-                # day ends
+                # Without this `X-Should-Retry`, the OpenAI and Anthropic clients would retry until
+                # the quota is reset at the end of the day
                 headers = {"Retry-After": "60", "X-Should-Retry": "false"}
                 raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
 
-        # Submit all requests
+        # Check the number of samples
         total = sum(request.num_samples for request in chat_requests)
-        limit = min(_MAX_TOTAL, MAX_SAMPLES)
+        limit = min(_MAX_TOTAL_SAMPLES, MAX_SAMPLES)
         require(
             1 <= total <= limit,
             f"n: the request asks for {total} samples over all its prompts, but must have between 1 and {limit}",
             field="n",
         )
 
+        # Submit all requests
         started: list[Generation] = []
         try:
             for request in chat_requests:
@@ -244,8 +252,8 @@ class ChatService:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Encode a prompt. Raises ContextTooLong for a text that cannot fit into the context.
 
-        The length of the text is checked first, because encoding takes a second and 150 MB per
-        million characters.
+        This is checked before the text is encoded, from the smallest number of tokens that a text
+        of this length can have. Encoding takes a second and 150 MB per million characters.
         """
         limit = self.limits.max_context_length or _MAX_CONTEXT
         num_tokens = self.text.count_min_tokens(text)
@@ -254,22 +262,26 @@ class ChatService:
         return self.text.encode(text, add_special=add_special)
 
     def check_length(self, num_prompt: int, max_tokens: int | None) -> None:
-        """Raise ContextTooLong if a prompt and its new tokens do not fit into the context."""
+        """Raise ContextTooLong if a prompt and its new tokens do not fit into the context.
+
+        If `max_tokens` is None, there must be space for one new token.
+        """
         limit = self.limits.max_context_length
         if limit is not None and num_prompt + (1 if max_tokens is None else max_tokens) > limit:
             raise ContextTooLong(num_prompt, max_tokens, limit)
 
-    def check_num_logprobs(self, chat_requests: Sequence[ChatRequest], *, are_returned: bool) -> None:
+    def check_num_logprobs(self, chat_requests: Sequence[ChatRequest], *, has_token_logprobs: bool) -> None:
         """Raise UserError if a response may have too many log-probabilities.
 
-        Without `are_returned`, the response has no log-probabilities of sampled tokens.
+        `has_token_logprobs` tells whether the response has log-probabilities of sampled tokens. The
+        log-probabilities of prompts are counted in any case.
         """
         total = 0
         for request in chat_requests:
             num_prompt, options = len(request.prompt), request.options
             rest = max((self.limits.max_context_length or 0) - num_prompt, 0)
             max_tokens = rest if request.params.max_tokens is None else request.params.max_tokens
-            if are_returned:
+            if has_token_logprobs:
                 total += request.num_samples * max_tokens * (1 + options.sample_topk)
             if options.logprobs:
                 total += request.num_samples * num_prompt * (1 + options.topk)
@@ -294,7 +306,7 @@ class ChatService:
         self.context.stored_bytes.add(caller.owner, num_bytes)
         with admission.reserve(caller.owner, num_bytes):
             submitted = None
-            sample = Submission.from_request(requests.Rejected(kind="sample", message=""))
+            sample = Submission.from_request(requests.Rejected(kind="sample", message=""))  # replaced in the loop
             # Repeat if the session ends between its lookup and the submission
             while submitted is None:
                 weights = request.weights
@@ -302,7 +314,8 @@ class ChatService:
                     store, caller, request.kind, weights.base_model, weights.path
                 )
 
-                # Build the request for the engine
+                # Build the request for the engine. `as_sent` does not contain which kind of
+                # log-probabilities the server is configured to return.
                 as_sent = requests.Sample(
                     prompt=prompt,
                     num_samples=request.num_samples,
@@ -333,7 +346,9 @@ class ChatService:
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
             self.text.check()
-        hidden = self.text.find_hidden_tokens(request.marks) if request.marks and request.skip_special else None
+        hidden = (
+            self.text.find_hidden_tokens(request.delimiters) if request.delimiters and request.skip_special else None
+        )
         stop_tokens = frozenset(request.params.stop_token_ids)
         if request.params.eos_stops:
             stop_tokens |= self.limits.eos_token_ids

@@ -176,9 +176,9 @@ class ModelText:
         """The description of the model's messages in the form of transformers, or None."""
         return self._files.response_template
 
-    def find_hidden_tokens(self, marks: Collection[str]) -> frozenset[int] | None:
-        """Return all special tokens except for marks, or None if no mark is a special token."""
-        hidden = frozenset(token for text, token in self.special_tokens.items() if text not in marks)
+    def find_hidden_tokens(self, delimiters: Collection[str]) -> frozenset[int] | None:
+        """Return all special tokens that are no delimiters, or None if no delimiter is a special token."""
+        hidden = frozenset(token for text, token in self.special_tokens.items() if text not in delimiters)
         return hidden if len(hidden) < len(self.special_tokens) else None
 
     @cached_property

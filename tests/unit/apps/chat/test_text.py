@@ -153,7 +153,7 @@ def test_special_tokens_that_separate_parts_stay_in_the_text(monkeypatch: pytest
 
     hidden = text.find_hidden_tokens({"<|channel|>", "<tool_call>"})
     assert hidden is not None and pad in hidden and channel not in hidden
-    assert text.find_hidden_tokens({"<tool_call>"}) is None, "no mark is a special token"
+    assert text.find_hidden_tokens({"<tool_call>"}) is None, "no delimiter is a special token"
     sample = SampleText(text, stops=[], stop_tokens=frozenset(), skip_special=False, hidden=hidden)
     word = made.encode("final", add_special_tokens=False).ids
     assert sample.feed([pad, channel, *word, pad]) + sample.feed([pad]) + sample.finish() == "<|channel|>final"
