@@ -102,7 +102,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
 
 
 def get_pages(names: dict[str, str]) -> list[str]:
-    paths = [path for table in TABLES for method, path, _ in table.entries if method == "GET"]
+    paths = [path for table in TABLES for method, path, _ in table.routes if method == "GET"]
     filled = [re.sub(r"{(\w+)}", lambda found: names[found.group(1)], path) for path in paths]
     tabs = [
         f"/training_runs/{names['run_id']}?tab={tab}"
@@ -302,7 +302,7 @@ def test_forms_of_other_sites_are_refused(
 def test_a_server_without_keys_serves_no_page_under_a_foreign_name(tmp_path: Path, host: str) -> None:
     """An attacker's host name that resolves to this machine would let a web page act as an admin (DNS rebinding)."""
     with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as server:
-        paths = [path for table in TABLES for _, path, _ in table.entries if "{" not in path]
+        paths = [path for table in TABLES for _, path, _ in table.routes if "{" not in path]
         assert server.client.get("/overview").status_code == 200
         for path in [*paths, "/", "/login"]:
             answer = server.client.get(path, headers={"Host": host})
@@ -317,7 +317,7 @@ def test_a_server_without_keys_refuses_what_a_page_of_another_site_sends(tmp_pat
     with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as server:
         sent = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
         for table in TABLES:
-            for path in (path for kind, path, _ in table.entries if kind == method):
+            for path in (path for kind, path, _ in table.routes if kind == method):
                 answer = server.client.request(method, re.sub("{.*?}", "x", path), headers=sent)
                 assert answer.status_code == 403, path
                 assert "access-control-allow-origin" not in answer.headers

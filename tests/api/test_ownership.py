@@ -92,7 +92,7 @@ OPEN = {
 }
 PAGES = {
     *("GET /", "GET /login", "POST /login", "POST /logout", "GET /console/static/{digest}/{name:path}"),
-    *(f"{method} {path}" for table in TABLES for method, path, _ in table.entries),
+    *(f"{method} {path}" for table in TABLES for method, path, _ in table.routes),
     *("POST /console/chat", "POST /console/render", "POST /console/score"),
 }
 """Pages and routes of the console, which `test_console_access` and `test_playground` test."""

@@ -206,7 +206,7 @@ def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: ProjectScenar
 
 def pages_about(scene: ProjectScenario) -> list[str]:
     names = {"run_id": scene.run_id, "session_id": scene.session_id, "kind": "weights", "name": "state"}
-    paths = [path for table in TABLES for method, path, _ in table.entries if method == "GET" and "{" in path]
+    paths = [path for table in TABLES for method, path, _ in table.routes if method == "GET" and "{" in path]
     tabs = [f"/training_runs/{scene.run_id}?tab={tab}" for tab in ("samples", "steps", "requests", "config")]
     return [*(re.sub(r"{(\w+)}", lambda found: names[found.group(1)], path) for path in paths), *tabs]
 

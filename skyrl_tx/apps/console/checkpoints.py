@@ -267,7 +267,7 @@ def _read_selected(visit: Visit) -> list[CheckpointPath]:
 
 def _read_path(visit: Visit) -> CheckpointPath:
     try:
-        return CheckpointPath.of_parts(*(visit.path[part] for part in ("run_id", "kind", "name")))
+        return CheckpointPath.of_parts(*(visit.path_parameters[part] for part in ("run_id", "kind", "name")))
     except UserError as error:
         raise ApiError(HTTPStatus.NOT_FOUND, error.message) from error
 

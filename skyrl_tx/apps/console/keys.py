@@ -119,7 +119,7 @@ def create_key(visit: Visit) -> Response | Page:
 @pages.post("/keys/{key_id}/revoke")
 def revoke_key(visit: Visit) -> Response:
     """Revoke a key permanently."""
-    text = visit.path["key_id"]
+    text = visit.path_parameters["key_id"]
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise not_found(f"key {text[:30]!r} does not exist")
     key_id = int(text)

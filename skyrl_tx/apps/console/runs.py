@@ -40,31 +40,41 @@ from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import sessions
 
 pages = PageTable()
-_PAGE_ROWS = 25
-_SPARK_POINTS = 120
-_SPARK_REWARDS = 400
-_SPARK_BUCKETS = 30
-_WHOLE_STEPS = 2000
-"""The list shows the newest part of a curve if the run has more than this many steps."""
-_STEP_ROWS = 100
-_REQUESTS = 30
-_CHECKPOINTS = 200
-_LOGGED_RUNS = 50
-_MAX_COMPARED = 8
-_MOST_DIGITS = 18
-_ACTIVE_S = 60.0
-_STATES = {"unloaded": "ended", "creating": "loading"}
 _TABS = ("curves", "time", "samples", "steps", "checkpoints", "requests", "config")
-_CURVES = CurveCache()
-_MAX_LOGGED = 5000
+_ACTIVE_S = 60.0
+"""A run with a request in this time is "training". Later it is "idle"."""
+_STATES = {"unloaded": "ended", "creating": "loading"}
+"""How the console names the status of a run, if it does not use the name in the database."""
+_MAX_DIGITS = 18
+"""The longest number that a form may have. Every database can store such a number."""
+_CURVE_CACHE = CurveCache()
+_CURVE_NAMES = [curve.name for curve in CURVES]
+
+# Rows of tables
+_PAGE_ROWS = 25
+_STEP_ROWS = 100
+_MAX_REQUESTS = 30
+_MAX_CHECKPOINTS = 200
+_MAX_LOGGED_RUNS = 50
+
+# Small curves in lists
+_MAX_STEPS_OF_WHOLE_CURVE = 2000
+"""Lists show the whole loss curve of a run up to this many steps. Of longer runs, they show the newest part."""
+_SPARK_POINTS = 120
+"""How many of the newest training requests and optimizer steps make up this newest part."""
+_SPARK_BUCKETS = 30
+_SPARK_REWARDS = 400
+
+# Charts
+_MAX_COMPARED_RUNS = 8
+_MAX_LOGGED_STEPS = 5000
 _MAX_LOGGED_NAMES = 60
-_MAX_MARKS = 500
-_NAMES = [curve.name for curve in CURVES]
+_MAX_CHECKPOINT_MARKS = 500
 
 
 @pages.get("/training_runs", menu="Runs")
 def list_runs(visit: Visit) -> Page:
-    """List the runs of the visitor and its projects, or all runs for an admin."""
+    """List the runs of the visitor and of the visitor's projects, or all runs for an admin."""
     query = visit.make_list_query(_PAGE_ROWS)
     lines, total = visit.read(lambda tx: queries.list_runs(tx, query))
     return Page(
@@ -90,7 +100,7 @@ def show_run(visit: Visit) -> Page:
     # The heading, which is the same on all tabs
     steps = read_steps(visit, line.model_id, line.owner)
     (run,) = describe_runs(visit, [line])
-    saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
+    saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _MAX_CHECKPOINTS, visit.now))
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
@@ -109,13 +119,14 @@ def show_run(visit: Visit) -> Page:
             values["steps"] = newest_first
             values["pager"] = visit.make_pager(_STEP_ROWS, len(newest_first), len(steps))
             values["curves"] = _list_curves(steps)
+            # Step 1 trains on samples from the weights after 0 steps, and so on
             values["sampled"] = {step + 1 for step, _ in kept if step is not None}
         case "samples":
             values |= samples.read_tab(visit, line)
         case "checkpoints":
             values["checkpoints"] = [(row, line.owner, True) for row in saved[::-1]]
         case "requests":
-            lines = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _REQUESTS))
+            lines = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _MAX_REQUESTS))
             values["requests"] = [describe_request(request) for request in lines]
 
         case "time":
@@ -139,7 +150,7 @@ def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
 
     Raises ApiError 404 if the visitor cannot see it.
     """
-    run_id = ModelId(visit.path["run_id"] if model_id is None else model_id)
+    run_id = ModelId(visit.path_parameters["run_id"] if model_id is None else model_id)
     visit.read(lambda tx: access.find_visible_run(tx, visit.caller, run_id))
     line = visit.read(lambda tx: queries.get_run(tx, run_id))
     if line is None:
@@ -148,14 +159,15 @@ def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
 
 
 def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
-    """Return the logged runs that belong to a run, and the owner's newest unassigned logged runs.
+    """Return two lists of logged runs: those assigned to a run, and the owner's newest unassigned ones.
 
-    The second list is empty if the visitor may not change the run.
+    A logged run has the metrics that a client's logger sent, for example trackio. The second list
+    is empty if the visitor may not change the run.
     """
-    joined = logged_metrics.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
+    joined = logged_metrics.list_runs(tx, line.owner, model_id=line.model_id, limit=_MAX_LOGGED_RUNS)
     if not visit.caller.can_act_for(line.owner):
         return joined, []
-    return joined, logged_metrics.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
+    return joined, logged_metrics.list_runs(tx, line.owner, is_free=True, limit=_MAX_LOGGED_RUNS)
 
 
 def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep], *, has_reward: bool) -> Sequence[Hint]:
@@ -167,7 +179,7 @@ def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep], *, 
 
 
 def describe_time(breakdown: Breakdown) -> dict[str, object]:
-    """Return the values of the tab with the time of a run: a stacked bar per step, and advice."""
+    """Return the template values of the tab "time": a stacked bar per step, and advice."""
     rows: list[tuple[str, Mapping[str, float]]] = []
     for iteration in breakdown.iterations:
         parts = [f"{title} {format_duration(iteration.parts[part])}" for part, title in PARTS.items()]
@@ -188,36 +200,36 @@ def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
 def send_curves(visit: Visit) -> Response:
     """Send the curves of a run as JSON, for charts and programs.
 
-    `since` is the first step to send.
+    With the query parameter `since`, only the steps from this number on are sent.
     """
     line = _find_run(visit)
-    return make_json_response(make_columns(visit, line.model_id, line.owner, visit.get_int("since", 0)))
+    return make_json_response(make_curve_columns(visit, line.model_id, line.owner, visit.get_int("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
-def send_table(visit: Visit) -> Response:
+def send_curves_csv(visit: Visit) -> Response:
     """Send the curves of a run as CSV, with one row per step."""
     line = _find_run(visit)
-    return make_csv_response("curves.csv", make_rows(visit, line.model_id, line.owner))
+    return make_csv_response("curves.csv", make_csv_rows(visit, line.model_id, line.owner))
 
 
 @pages.get("/compare")
 def compare(visit: Visit) -> Page:
     """Show the curves of multiple runs in the same charts."""
     requested = visit.request.query_params.getlist("run") + visit.get_query("runs").split(",")
-    ids = list(dict.fromkeys(name for name in requested if name))[: _MAX_COMPARED + 1]
-    if len(ids) > _MAX_COMPARED:
-        raise bad_request(f"runs: select at most {_MAX_COMPARED} runs to compare")
+    ids = list(dict.fromkeys(name for name in requested if name))[: _MAX_COMPARED_RUNS + 1]
+    if len(ids) > _MAX_COMPARED_RUNS:
+        raise bad_request(f"runs: select at most {_MAX_COMPARED_RUNS} runs to compare")
     lines = [_find_run(visit, model_id) for model_id in ids]
-    return Page("compare.jinja", {"runs": describe_runs(visit, lines), "max_runs": _MAX_COMPARED})
+    return Page("compare.jinja", {"runs": describe_runs(visit, lines), "max_runs": _MAX_COMPARED_RUNS})
 
 
 @pages.post("/training_runs/{run_id}/logged_runs")
 def join_logged(visit: Visit) -> Response:
-    """Assign a logged run to this run. With `act` "separate", remove it from this run."""
+    """Assign a logged run to this run. If the field `act` is "separate", remove it from this run."""
     # Check the fields of the form
     run_id, text = _find_run(visit).model_id, visit.get_field("logged_run_id")
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise bad_request(f"logged_run_id: {text[:50]!r} must be a number")
     act = visit.get_field("act", "join")
     if act not in ("join", "separate"):
@@ -246,7 +258,10 @@ class RunView:
     step: int
     loss: float | None
     is_per_token: bool
-    """Whether `loss` comes from the curve `loss_per_token`, because the run has no weights."""
+    """Whether `loss` is the loss divided by all tokens.
+
+    Releases before 0.3 did not store the loss weights of tokens, which other losses are divided by.
+    """
     loss_spark: str
     reward: float | None
     reward_spark: str
@@ -271,8 +286,8 @@ def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | 
     spec = codec.decode(line.spec)
     assert isinstance(spec, ModelSpec)
 
-    # Small curves of the loss, and of the reward if the client logged one
-    if line.num_steps <= _WHOLE_STEPS:
+    # Small curves of the loss, and of the reward if the client logged metrics
+    if line.num_steps <= _MAX_STEPS_OF_WHOLE_CURVE:
         steps = thin_steps(read_steps(visit, line.model_id, line.owner), LOSSES, _SPARK_BUCKETS)
     else:
         steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
@@ -301,8 +316,8 @@ def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | 
 def list_losses(steps: Sequence[OptimizerStep]) -> tuple[str, list[Value]]:
     """Return the name and the values of a run's loss.
 
-    A step that is not completed counts only if the run has completed none, because headings show
-    the loss next to the number of the last completed step.
+    The newest step is left out while it has passes but no `optim_step` yet, because headings show
+    the loss next to the number of the last completed step. It is used if there is no other step.
     """
     completed = [step for step in steps if step.is_applied] or steps
     known = [(name, step.values[name]) for step in completed for name in LOSSES if name in step.values]
@@ -311,9 +326,10 @@ def list_losses(steps: Sequence[OptimizerStep]) -> tuple[str, list[Value]]:
 
 
 def find_state(status: str, last_request_at: float, now: float, *, has_finished: bool = False) -> str:
-    """Return the state of a run in one word.
+    """Return the state of a run in one word, for example "training" or "idle".
 
-    `has_finished` tells whether its session has finished.
+    `status` is the status in the database. `has_finished` tells whether the client has finished the
+    session of the run.
     """
     if status != "ready":
         return _STATES.get(status, status)
@@ -358,54 +374,56 @@ def describe_request(line: RequestLine) -> RequestView:
 
 
 def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[OptimizerStep]:
-    """Return all steps of a run, with the sums over its owner's samples.
+    """Return all optimizer steps of a run with the values of their curves.
 
-    The visitor must be allowed to see the run.
+    Curves about samples, such as their length, only count samples of `owner`. The caller must have
+    checked that the visitor may see the run.
     """
-    return _CURVES.read_steps(
+    return _CURVE_CACHE.read_steps(
         f"{id(visit.context)} {model_id}",
         lambda after, limit: visit.read(lambda tx: points.read_points(tx, model_id, after, limit)),
         lambda after: visit.read(lambda tx: points.read_sampled(tx, model_id, owner, after_step=after)),
     )
 
 
-def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
-    """Return the metrics that clients logged from a step on.
+def read_logged_metrics(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
+    """Return the metrics that clients logged for the steps from `since` on.
 
     For each name, there are lists of steps, times and values. The reward comes first.
     """
-    logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED))
+    logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED_STEPS))
     logged = [point for point in logged if point.step >= since]
     names = list(dict.fromkeys(name for point in logged for name in point.values))
     reward = logged_metrics.choose_reward(names)
     names.sort(key=lambda name: name != reward)
     curves: dict[str, dict[str, list[Any]]] = {}
     for name in names[:_MAX_LOGGED_NAMES]:
-        having = [point for point in logged if name in point.values]
+        with_value = [point for point in logged if name in point.values]
         curves[name] = {
-            "step": [point.step for point in having],
-            "time": [point.at for point in having],
-            "value": [point.values[name] for point in having],
+            "step": [point.step for point in with_value],
+            "time": [point.at for point in with_value],
+            "value": [point.values[name] for point in with_value],
         }
     return curves
 
 
-def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
-    """Return the curves of a run as columns, for the steps from `since` on.
+def make_curve_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
+    """Return the curves of a run for the steps from `since` on, with one list of values per curve.
 
-    A reader that polls replaces its own steps from `since` on by the result.
+    A chart that polls for new steps asks with the last step that it has as `since`, because that
+    step may have changed. It replaces its steps from `since` on with the result.
     """
-    # Steps
+    # Read the steps, and leave some out if there are too many for a chart
     steps = read_steps(visit, model_id, owner)
     total = len(steps)
     if since:
         steps = [step for step in steps if step.step >= since]
-    kept = thin_steps(steps, _NAMES)
+    kept = thin_steps(steps, _CURVE_NAMES)
 
-    # Curves without values are left out
-    logged = read_logged(visit, model_id, since)
+    # Read logged metrics and checkpoints. Curves without values are left out below.
+    logged = read_logged_metrics(visit, model_id, since)
     present = {name for step in kept for name in step.values}
-    marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
+    marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_CHECKPOINT_MARKS, visit.now))
 
     return {
         "run": model_id,
@@ -413,13 +431,13 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
         "total": total,
         "step": [step.step for step in kept],
         "time": [step.at for step in kept],
-        "curves": {name: [step.values.get(name) for step in kept] for name in _NAMES if name in present},
+        "curves": {name: [step.values.get(name) for step in kept] for name in _CURVE_NAMES if name in present},
         "titles": {
             curve.name: {"title": curve.title, "help": curve.help, "unit": curve.unit, "group": curve.group}
             for curve in CURVES
             if curve.name in present
         },
-        # Besides the curves
+        # What charts draw in addition to the curves
         "logged": logged,
         "reward": logged_metrics.choose_reward(logged),
         "checkpoints": [
@@ -430,11 +448,11 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
     }
 
 
-def make_rows(visit: Visit, model_id: ModelId, owner: str) -> Iterator[list[object]]:
+def make_csv_rows(visit: Visit, model_id: ModelId, owner: str) -> Iterator[list[object]]:
     """Yield the header of a table of all steps, then one row per step."""
-    logged = read_logged(visit, model_id)
-    yield ["step", "time", *_NAMES, *(f"logged/{name}" for name in logged)]
+    logged = read_logged_metrics(visit, model_id)
+    yield ["step", "time", *_CURVE_NAMES, *(f"logged/{name}" for name in logged)]
     by_step = [dict(zip(curve["step"], curve["value"], strict=True)) for curve in logged.values()]
     for step in read_steps(visit, model_id, owner):
-        measured = [step.values.get(name) for name in _NAMES]
+        measured = [step.values.get(name) for name in _CURVE_NAMES]
         yield [step.step, f"{step.at:.3f}", *measured, *(values.get(step.step) for values in by_step)]

@@ -111,7 +111,7 @@ def _find_session(visit: Visit) -> SessionId:
 
     Raises ApiError 404 if the visitor cannot see the session.
     """
-    session_id = SessionId(visit.path["session_id"])
+    session_id = SessionId(visit.path_parameters["session_id"])
     return visit.read(lambda tx: access.find_visible_session(tx, visit.caller, session_id)).session_id
 
 

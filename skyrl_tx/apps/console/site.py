@@ -1,4 +1,4 @@
-"""The console's routes: log-in, dispatch to the handlers of pages, rendering, and error pages."""
+"""The console's routes: log-in, calls to the handlers of pages, rendering, and error pages."""
 
 import logging
 import secrets
@@ -51,14 +51,15 @@ TABLES: tuple[PageTable, ...] = (
 _THREADS = 4
 """Number of threads that render pages. They are separate from the threads of API requests.
 
-One visitor may use one of them: only one thread can compute at a time, so more threads of one visitor
-would not finish earlier, but would delay the calls of other owners.
+A visitor can use one of them at a time. Python runs only one thread at a time (GIL), so a second
+thread would not finish the visitor's pages earlier, but would delay the requests of other owners.
 """
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
-_DATA = "/console/data/"
-_NO_PAGES = ("/api/", "/v1/", "/console/", "/trackio/")
-"""Paths of programs. Errors below them are JSON."""
+_DATA_PREFIX = "/console/data/"
+"""Paths with data of charts. Programs can read it, too, and errors are JSON."""
+_API_PREFIXES = ("/api/", "/v1/", "/console/", "/trackio/")
+"""Paths without pages. An unknown path with such a prefix gets no error page, but the API's error."""
 
 
 def create_routes(context: ApiContext) -> list[Route]:
@@ -72,29 +73,33 @@ def create_routes(context: ApiContext) -> list[Route]:
         Route("/console/static/{digest}/{name:path}", console.static.serve, methods=["GET"]),
     ]
     for table in TABLES:
-        for method, path, handler in table.entries:
+        for method, path, handler in table.routes:
             routes.append(Route(path, console.make_endpoint(handler, is_form=method == "POST"), methods=[method]))
     unknown = UnknownPageRoute("/{path:path}", console.show_unknown, methods=["GET"])
     return [*routes, *playground.create_routes(context), unknown]
 
 
 def describe_session(call: ApiCall, request: Request, session_id: SessionId) -> str | None:
-    """Return a line with the URL of a session's page, or None if the console is disabled."""
+    """Return a line with the URL of a session's page, which the SDK logs when it creates the session.
+
+    Returns None if the console is disabled.
+    """
     if call.settings.no_console:
         return None
     return f"live: {get_base_url(call.settings, request)}/sessions/{session_id}"
 
 
 class UnknownPageRoute(Route):
-    """Matches paths that no other route serves, if a browser asks for a page.
+    """A route for the error page of unknown paths. It matches only if a browser asks for a page.
 
-    A full match would also hide the 405 of routes that serve only other methods.
+    The match is partial, so the route is used only if no other route matches. With a full match, a
+    path that exists for another method only would get this page instead of status 405.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return a partial match, which is used if there is no other match."""
+        """Return a partial match for a page, or no match."""
         match, child = super().matches(scope)
-        is_page = "text/html" in Headers(scope=scope).get("accept", "") and not scope["path"].startswith(_NO_PAGES)
+        is_page = "text/html" in Headers(scope=scope).get("accept", "") and not scope["path"].startswith(_API_PREFIXES)
         return (Match.PARTIAL if match is Match.FULL and is_page else Match.NONE), child
 
 
@@ -108,17 +113,17 @@ class Console:
         self._context = context
         self._sessions = ConsoleSessions(context.authenticator, context.store, context.signing_key)
         self._limiter = CapacityLimiter(_THREADS)
-        self._pages = OwnerBudget(_THREADS, per_owner=1, unit="pages")
+        self._page_budget = OwnerBudget(_THREADS, per_owner=1, unit="pages")
         self._failed_logins = FailedLogins(context.store)
         self.static = StaticFiles.load()
         self._templates = load_templates(self.static)
         self._menu = [entry for table in TABLES for entry in table.menu]
 
     def make_endpoint(self, handler: Handler, *, is_form: bool) -> Endpoint:
-        """Create the endpoint of a page or a form."""
+        """Create the endpoint that calls the handler of a page or a form."""
 
         async def serve(request: Request) -> Response:
-            return await self._serve(request, partial(self._answer, handler, request, is_form=is_form))
+            return await self._serve(request, partial(self._call_handler, handler, request, is_form=is_form))
 
         return serve
 
@@ -134,10 +139,10 @@ class Console:
         """Show the log-in form, or redirect a visitor who is logged in already."""
 
         def work(_: Form) -> Response:
-            then = request.query_params.get("next", "")
+            next_path = request.query_params.get("next", "")
             if self._sessions.find_visitor(request) is not None:
-                return see_other(_check_own_path(then))
-            return self._render(request, None, _make_login_page(then))
+                return see_other(_check_own_path(next_path))
+            return self._render(request, None, _make_login_page(next_path))
 
         return await self._serve(request, work)
 
@@ -148,18 +153,18 @@ class Console:
             # There is no session yet, so this only checks that the form is from this site
             check_form(request, "", "")
             address = "" if request.client is None else request.client.host
-            then = form.get("next", [""])[-1]
+            next_path = form.get("next", [""])[-1]
             try:
                 principal = self._sessions.authenticate_key(form.get("key", [""])[-1].strip(), address)
             except ApiError as error:
                 self._failed_logins.record(error.detail, address)
-                return self._render(request, None, _make_login_page(then, error))
+                return self._render(request, None, _make_login_page(next_path, error))
 
             # Record the log-in and set the cookie
             self._context.store.write(
                 lambda tx: audit.record(tx, "organization_login", principal.actor, time.time(), address=address)
             )
-            response = see_other(_check_own_path(then))
+            response = see_other(_check_own_path(next_path))
             self._sessions.set_cookie(request, response, principal)
             return response
 
@@ -185,18 +190,19 @@ class Console:
         """
         try:
             form: Form = await _read_form(request) if request.method == "POST" else {}
-            async with self._pages.reserve(self._sessions.name_visitor(request)):
+            async with self._page_budget.reserve(self._sessions.name_visitor(request)):
                 return await to_thread.run_sync(work, form, limiter=self._limiter)
         except ClientDisconnect:
             raise
         except Exception as error:
             return await to_thread.run_sync(self._make_error_page, request, error, limiter=self._limiter)
 
-    def _answer(self, handler: Handler, request: Request, form: Form, *, is_form: bool) -> Response:
-        # Authenticate. Only requests for whole pages are redirected to the log-in.
+    def _call_handler(self, handler: Handler, request: Request, form: Form, *, is_form: bool) -> Response:
+        # Authenticate. Only requests for whole pages are redirected to the log-in, because scripts
+        # and forms would take the log-in page for their result.
         visitor = self._find_visitor(request)
         if visitor is None:
-            if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA):
+            if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA_PREFIX):
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended; log in again")
             return see_other("/login?" + urlencode({"next": request.url.path + _get_query(request)}))
         request.scope[OWNER] = visitor.principal.owner  # for the log
@@ -221,18 +227,18 @@ class Console:
     def _find_visitor(self, request: Request) -> Visitor | None:
         """Return the visitor, or None if there is no console session.
 
-        For chart data, programs can send an API key instead of a cookie.
+        For the data of charts, programs can send an API key instead of the session's cookie.
         """
         key = request.headers.get("x-api-key", "")
-        if not key or not request.url.path.startswith(_DATA):
+        if not key or not request.url.path.startswith(_DATA_PREFIX):
             return self._sessions.find_visitor(request)
         address = "" if request.client is None else request.client.host
         return Visitor(self._sessions.authenticate_key(key, address), "")
 
     def _make_error_page(self, request: Request, error: Exception) -> Response:
-        """Return the page for an error, or JSON for a request of chart data.
+        """Return an error page, or JSON if the request was for the data of charts.
 
-        Log errors that are not the visitor's.
+        Errors that the visitor did not cause are logged.
         """
         about = {"owner": request.scope.get(OWNER)}
         match error:
@@ -254,7 +260,7 @@ class Console:
                 detail = f"internal error; search the server's log for reference {reference}"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
 
-        if request.url.path.startswith(_DATA):
+        if request.url.path.startswith(_DATA_PREFIX):
             return JSONResponse(dict(page.values), page.status, headers={**PAGE_HEADERS, **page.headers})
         return self._render(request, None, page)
 
@@ -292,8 +298,9 @@ async def _read_form(request: Request) -> Form:
     return form
 
 
-def _make_login_page(then: str, error: ApiError | None = None) -> Page:
-    values = {"next": _check_own_path(then), "problem": error and error.detail}
+def _make_login_page(next_path: str, error: ApiError | None = None) -> Page:
+    """Return the log-in form. After the log-in, the visitor is sent to `next_path`."""
+    values = {"next": _check_own_path(next_path), "problem": error and error.detail}
     if error is None:
         return Page("login.jinja", values)
     kept = {name: value for name, value in (error.headers or {}).items() if name == "Retry-After"}
@@ -301,9 +308,10 @@ def _make_login_page(then: str, error: ApiError | None = None) -> Page:
 
 
 def _check_own_path(path: str) -> str:
-    """Return `path` if it is a path on this server, else the path of the overview.
+    """Return `path` if it is a path on this server, otherwise the path of the overview.
 
-    Prevents open redirects.
+    A link to the log-in page can contain any `next` path. Without this check, it could send the
+    visitor to another site after the log-in (open redirect).
     """
     is_plain = len(path) < 1000 and "\\" not in path and path.isprintable()
     is_own = is_plain and path.startswith("/") and path[1:2] != "/"

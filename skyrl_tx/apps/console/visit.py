@@ -1,4 +1,8 @@
-"""The interface between the console and its pages: request, result, and registry of pages."""
+"""The interface between the console and its pages.
+
+A page is a function that takes a `Visit` and returns a `Page` or a response. Each module registers
+its pages in a `PageTable`.
+"""
 
 import csv
 import io
@@ -33,7 +37,7 @@ class Page:
 
 
 def see_other(path: str) -> Response:
-    """Return a redirect to another page, for example after a form."""
+    """Return a redirect to another page with GET (status 303), for example after a form was processed."""
     return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=PAGE_HEADERS)
 
 
@@ -47,24 +51,26 @@ def make_csv_response(filename: str, rows: Iterable[Iterable[object]], line_end:
 
 @dataclass(frozen=True, slots=True)
 class Pager:
-    """The range of rows that a page shows, and the URLs of the previous and next page."""
+    """The range of rows that one page of a list shows, and links to the pages before and after it."""
 
     first: int
+    """The number of the first row on the page, counted from 1; 0 if the page has no rows."""
     last: int
     total: int
-    before: str | None
-    after: str | None
+    previous_url: str | None
+    next_url: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request of an authenticated visitor for a page, or with a form. The argument of handlers."""
+    """A request of a visitor who is logged in: for a page, or with a form that the visitor sent."""
 
     context: ApiContext
     sessions: ConsoleSessions
     visitor: Visitor
     request: Request
     form: Mapping[str, Sequence[str]]
+    """The values of each field of the form. Empty if the request is for a page."""
     now: float
 
     @property
@@ -73,13 +79,13 @@ class Visit:
         return self.visitor.principal
 
     @property
-    def path(self) -> Mapping[str, str]:
-        """The parameters in the path, by name."""
+    def path_parameters(self) -> Mapping[str, str]:
+        """The parameters in the path by name, for example `run_id` for "/training_runs/{run_id}"."""
         return self.request.path_params
 
     @property
     def offset(self) -> int:
-        """The number of rows before the current page of a list."""
+        """How many rows of a list come before the current page, from the query parameter `offset`."""
         return self.get_int("offset", 0)
 
     def require_admin(self, reason: str) -> None:
@@ -100,14 +106,14 @@ class Visit:
         return self.request.query_params.get(name, default)[:500]
 
     def get_int(self, name: str, default: int, *, minimum: int = 0, maximum: int = _MAX_OFFSET) -> int:
-        """Return a query parameter as a whole number.
+        """Return a query parameter as an integer, or `default` if the URL does not have it.
 
-        Raises ApiError 400 if it is not in the range.
+        Raises ApiError 400 if it is no integer from `minimum` to `maximum`.
         """
         return _parse_int(name, self.get_query(name), default, minimum, maximum)
 
     def get_field(self, name: str, default: str = "") -> str:
-        """Return a field of the form, without white space around it."""
+        """Return the last value of a field of the form, without white space around it."""
         return self.form.get(name, [default])[-1].strip()
 
     def get_fields(self, name: str) -> Sequence[str]:
@@ -124,7 +130,10 @@ class Visit:
         return self.request.url.path + ("?" + urlencode(kept) if kept else "")
 
     def make_list_query(self, limit: int) -> ListQuery:
-        """Return the list query in the URL, limited to the rows that the visitor may see."""
+        """Return the query for a page of a list, with the filters and the offset in the URL.
+
+        It selects only rows that the visitor may see, at most `limit`.
+        """
         return ListQuery(
             owner=self.caller.owner_filter,
             search=self.get_query("q").strip(),
@@ -134,17 +143,17 @@ class Visit:
         )
 
     def make_pager(self, limit: int, shown: int, total: int) -> Pager:
-        """Return the pager of a list.
+        """Return the pager of a list with `total` rows.
 
-        The current page shows `shown` of `total` rows, and a full page has `limit`.
+        The current page shows `shown` rows. Other pages show up to `limit` rows.
         """
         offset = self.offset
         return Pager(
             first=offset + 1 if shown else 0,
             last=offset + shown,
             total=total,
-            before=self.make_url(offset=max(offset - limit, 0) or None) if offset else None,
-            after=self.make_url(offset=offset + limit) if offset + shown < total else None,
+            previous_url=self.make_url(offset=max(offset - limit, 0) or None) if offset else None,
+            next_url=self.make_url(offset=offset + limit) if offset + shown < total else None,
         )
 
 
@@ -157,6 +166,7 @@ def _parse_int(name: str, text: str, default: int, minimum: int, maximum: int) -
 
 
 Handler = Callable[[Visit], Page | Response]
+"""A function that answers a visit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,22 +182,29 @@ class PageTable:
     """The pages of one module. Handlers are registered with the decorators `get` and `post`."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[str, str, Handler]] = []
+        self.routes: list[tuple[str, str, Handler]] = []
+        """Method, path and handler of each page or form."""
         self.menu: list[MenuEntry] = []
 
     def get(self, path: str, *, menu: str | None = None, is_for_admins: bool = False) -> Callable[[Handler], Handler]:
-        """Register a page. With a title in `menu`, also add it to the menu."""
+        """Return a decorator that registers the handler of a page.
+
+        With a title in `menu`, the page is also added to the menu.
+        """
         if menu is not None:
             self.menu.append(MenuEntry(path, menu, is_for_admins))
         return self._add("GET", path)
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
-        """Register a handler for a form. Visitors with a read-only key cannot send forms."""
+        """Return a decorator that registers the handler of a form.
+
+        Visitors with a read-only key cannot send forms.
+        """
         return self._add("POST", path)
 
     def _add(self, method: str, path: str) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
-            self.entries.append((method, path, handler))
+            self.routes.append((method, path, handler))
             return handler
 
         return add
