@@ -1,6 +1,6 @@
-"""The usage of a time window as hourly events, in the format of the SDK.
+"""The usage of a time window as billing events, one for each hour, session and kind of work.
 
-The SDK defines the format in `types/billing_usage_response.py`.
+The SDK defines the format of the response in `types/billing_usage_response.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,16 @@ from skyrl_tx.server.identity.authentication import USER_URN
 from skyrl_tx.store import sessions
 
 MAX_DAYS = 14
+"""The longest time window of a request."""
 _MAX_EVENTS = 50_000
-_GROUP: tuple[GroupColumn, ...] = ("hour", "session_id", "owner", "project_id", "base_model")
+_EVENT_COLUMNS: tuple[GroupColumn, ...] = ("hour", "session_id", "owner", "project_id", "base_model")
+"""There is one event for each combination of these columns and kind of work."""
 
 
 def check_window(starting_on: datetime, ending_before: datetime, now: datetime) -> tuple[int, int]:
     """Return the start and end of a time window in seconds since the epoch.
 
-    Raises ApiError 400 with the name of the invalid bound.
+    Both must be the start of an hour. Raises ApiError 400, which names the parameter that is wrong.
     """
     start, end = _parse_hour("starting_on", starting_on), _parse_hour("ending_before", ending_before)
     if start > now:
@@ -54,27 +56,30 @@ def read_usage(
 ) -> schemas.UsageResponse:
     """Return the events from `start` until `end`.
 
-    `owner` None means all owners. Events for base weights and for removed runs have `base_model` as
-    their base model. Raises ApiError 400 if there are too many events.
+    `owner` None means all owners. If the usage does not name a base model, because it is for base
+    weights or for a run that was removed, its events get `base_model`. Raises ApiError 400 if there
+    are too many events.
     """
-    totals = usage.read_totals(tx, owner, start, _GROUP, until=end, limit=_MAX_EVENTS)
+    # Read the usage
+    totals = usage.read_totals(tx, owner, start, _EVENT_COLUMNS, until=end, limit=_MAX_EVENTS)
     stored = storage_hours.read_hours(tx, owner, start, end, limit=_MAX_EVENTS)
     if max(len(totals), len(stored)) >= _MAX_EVENTS:
         raise bad_request(f"ending_before: the window has more than {_MAX_EVENTS:,} events; ask for a shorter one")
+
+    # Make the events, and add the metadata of their sessions
     events = [*_make_work_events(totals, prices, base_model), *_make_storage_events(stored, prices)]
     events.sort(key=lambda event: (event.bucket_start, -event.num_tokens))
     names = {SessionId(event.session_id) for event in events if event.session_id}
-    stored_metadata = sessions.get_metadata(tx, names)
-    metadata = {
-        name: {key: str(value) for key, value in stored_metadata.get(name, {}).items()} for name in sorted(names)
-    }
+    raw_metadata = sessions.get_metadata(tx, names)
+    metadata = {name: {key: str(value) for key, value in raw_metadata.get(name, {}).items()} for name in sorted(names)}
     return schemas.UsageResponse(
         data=events, sessions={name: schemas.UsageSession(user_metadata=metadata[name] or None) for name in metadata}
     )
 
 
 def _make_work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> Iterator[schemas.UsageEvent]:
-    # Add up the amounts by group and kind. Forward passes count as training.
+    # Add up the tokens, or the number of checkpoints, by group and kind. Forward passes count as
+    # training.
     merged: dict[tuple[object, ...], int] = {}
     for total in totals:
         kind = "training" if total.kind == "forward" else total.kind
