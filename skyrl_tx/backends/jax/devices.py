@@ -1,14 +1,14 @@
-"""Everything that is about devices and hosts, and not about models.
+"""Functions for devices and hosts that know nothing about models.
 
 - Check that the devices still compute.
 - Track compilation, which may take much longer than a computation.
 - Convert errors of exhausted memory.
 - Join other hosts, and move arrays to and from the devices of all hosts.
 
-**Exhausted memory.** On one host, exhausted memory makes one request fail. On multiple hosts, a
-host that ran out of memory has not started the program that the other hosts may be in, and they
-wait for it. So this module retries nothing on multiple hosts: rank 0 decides when it knows how the
-call ended on all hosts.
+**Exhausted memory.** On one host, only the request that needs the memory fails. On multiple hosts,
+the other hosts may already be in the program that this host could not start, and wait for it there.
+This module therefore does not retry on multiple hosts. Rank 0 collects the errors of all hosts, and
+repeats the call only if all of them ran out of memory in the same way.
 """
 
 import functools
@@ -60,8 +60,9 @@ def check_devices(mesh: Mesh) -> None:
     """Add numbers on all devices of a mesh. Raises BackendLost if that fails or gives a wrong sum.
 
     After most driver errors, for example CUDA_ERROR_ILLEGAL_ADDRESS, or a GPU that has fallen off
-    the bus, every later operation of the process fails too. Exhausted memory is not such an error,
-    unless other hosts wait for this sum.
+    the bus, every later operation of the process fails too. On a single host, exhausted memory is
+    ignored, because later operations may succeed. On multiple hosts it raises BackendLost, because
+    the other hosts wait for this sum.
     """
     numbers = np.arange(_PROBE_SIZE * mesh.size, dtype=np.float32)
     try:
@@ -107,10 +108,10 @@ class CompilationMonitor:
 
     @property
     def seconds_since_call(self) -> float:
-        """Seconds since a call used the compiler's cores; 0 while a call does.
+        """How long the cores that compile have been free, in seconds; 0 while a call uses them.
 
-        Such a call compiles a program on its own thread, or is `computing`. A call that waits for a
-        background thread does not count.
+        A call uses them if it compiles a program on its own thread, or if it is `computing`. A call
+        that waits for a background thread does not use them.
         """
         is_busy = self._num_computing > 0 or self._num_running > self._num_waiting
         return 0.0 if is_busy else time.monotonic() - self._last_end
@@ -142,11 +143,14 @@ class CompilationMonitor:
             self._last_end = time.monotonic()
 
     def on_start(self, event: str, value: float, **_: str | int) -> None:
-        """Record the start of a compilation event. JAX calls this listener for scalar events."""
+        """Record that tracing, lowering or compiling has started.
+
+        JAX calls this listener for scalar events. At the start, it reports the time as a scalar.
+        """
         self._count(event, 1)
 
     def on_end(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Record the end of a compilation event, even if it failed.
+        """Record that tracing, lowering or compiling has ended, successfully or not.
 
         JAX calls this listener for durations.
         """
@@ -210,10 +214,10 @@ def make_capacity_error(purpose: str, error: Exception) -> CapacityError:
 
 @contextmanager
 def convert_memory_errors(purpose: str) -> Generator[None]:
-    """Raise `make_capacity_error` if the device runs out of memory in the `with` block.
+    """Raise CapacityError if the device runs out of memory in the `with` block.
 
-    On multiple hosts BackendLost is raised instead: other hosts may have had enough memory, and now
-    wait for this host.
+    On multiple hosts, raise BackendLost instead, because other hosts may have had enough memory and
+    wait for this host. `purpose` is described in `make_capacity_error`.
     """
     try:
         yield
@@ -243,11 +247,11 @@ def check_single_host(error: Exception) -> None:
 
 
 def drain_devices() -> None:
-    """Wait until the devices of this host have computed everything that was dispatched.
+    """Wait until the devices of this host have run all programs that were dispatched to them.
 
-    This does not return if another host has not dispatched the same programs; the time limit of
-    `hosts.leader` then ends the process. Exhausted memory is ignored, because the call that reads
-    the missing result gets that error.
+    If another host has not dispatched the same programs, this waits until a time limit of
+    `hosts.leader` ends the process. Exhausted memory is ignored here, because the call that reads
+    the missing result raises that error.
     """
     for array in jax.live_arrays():
         try:
@@ -294,9 +298,10 @@ def is_distributed() -> bool:
 
 
 def make_fingerprint() -> dict[str, str]:
-    """Return the fingerprint entries of multiple hosts.
+    """Return what multiple hosts add to `Capabilities.fingerprint`.
 
-    They are the number of hosts, and on CPU the library that computes sums across hosts.
+    It is the number of hosts, and on CPU also the library that computes sums across hosts. On a
+    single host it is empty.
     """
     if not is_distributed():
         return {}
@@ -327,7 +332,8 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 def fetch(tree: Any) -> Any:
     """Copy a tree of arrays to host memory. Each host gets the whole arrays.
 
-    Arrays are gathered one by one, so that a few compiled programs serve all trees.
+    On multiple hosts there is one program to gather an array, which is compiled once per mesh and
+    shape. A program for a whole tree would be compiled again for each kind of tree.
     """
     if is_distributed():
         tree = jax.tree.map(_replicate_leaf, tree)
@@ -335,7 +341,7 @@ def fetch(tree: Any) -> Any:
 
 
 def fetch_one_by_one(tree: Any) -> Any:
-    """Copy a tree as `fetch` does, but array by array.
+    """Copy a tree as `fetch` does, but gather an array only after the previous one was copied.
 
     Each device then holds only one whole array at a time.
     """

@@ -1,9 +1,12 @@
 """Estimate the memory of a training micro-batch from shapes.
 
-The forward pass is traced for two row lengths, without running it. The bytes of the arrays that it
-keeps for the backward pass are counted. The difference between the two traces is the cost of a
-token; weights are in both traces and cancel out. In addition there are temporary arrays: first the
-logits, later the arrays of the layer whose gradient is computed. The larger of the two counts.
+The forward pass is traced for two row lengths, without running it. For each trace, we count the
+bytes of the arrays that the forward pass keeps for the backward pass (residuals). The difference
+between the two traces, divided by the difference of the lengths, is the cost of a token. Weights
+are in both traces and cancel out.
+
+Temporary arrays come on top. The backward pass first has the logits in memory, and later the arrays
+of the layer whose gradient it computes, but not both. So the larger of the two is added.
 
 tests/unit/backends/jax/test_training_costs.py compares the estimates with the memory that compilers
 report.
@@ -31,43 +34,54 @@ _TRACED_LENGTHS = 512, 1024
 """The two row lengths that are traced, in tokens."""
 _TRACED_MOE_LENGTHS = 16384, 32768
 """The two row lengths for models with experts.
-Shorter rows have smaller tiles, so memory is not linear there."""
+
+Shorter rows have smaller tiles, so their memory does not grow linearly.
+"""
 _TPU_DIM = 128
 """TPUs pad the last dim of an array to a multiple of this number of elements."""
 _DELTA_RULE_ARRAYS = 12
-"""Temporary float32 arrays of all value heads while a delta net computes its gradient.
+"""How many float32 arrays of all value heads exist while a delta net computes its gradient.
 
-The number was compared with the compilers for H200 and v5p: 4,096 to 16,384 tokens of Qwen3.5-9B,
-on one device and with tp=4.
+The number fits what the compilers for H200 and v5p report for Qwen3.5-9B with 4,096 to 16,384
+tokens, on one device and with tp=4.
 """
 _IN_FLIGHT = 2
 """How many layer inputs are being copied to or from host memory at the same time."""
 DEFAULT_RANK = 32
 """The default rank of the SDK.
-Source: create_lora_training_client in tinker/lib/public_interfaces/service_client.py."""
+
+Source: create_lora_training_client in tinker/lib/public_interfaces/service_client.py.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCosts:
-    """Bytes that training needs on each device, in addition to the weights."""
+    """Bytes that training needs on each device, in addition to the weights.
+
+    Memory has two peaks: while log-probabilities are computed, and while layers compute their
+    gradients. Each peak has a part that is fixed and a part that grows with the number of tokens.
+    """
 
     fixed: int
-    """Bytes that do not depend on the number of tokens, while layers compute their gradients."""
+    """The fixed bytes while layers compute their gradients."""
     head: int
-    """Bytes that do not depend on the number of tokens, while log-probabilities are computed."""
+    """The fixed bytes while log-probabilities are computed."""
     token: int
-    """Bytes of a token if the results of matrix products are kept for the backward pass."""
+    """Bytes per token if the results of matrix products are kept for the backward pass."""
     token_with_remat: int
-    """Bytes of a token with rematerialization."""
+    """Bytes per token with rematerialization."""
     token_offloaded: int
-    """Bytes of a token with rematerialization and the inputs of layers in host memory."""
+    """Bytes per token with rematerialization and the inputs of layers in host memory."""
     host_token: int
-    """Bytes of host memory for the inputs of layers of a token."""
+    """Bytes of host memory per token, for offloaded inputs of layers."""
     layer_token: int
-    """The part of the three bytes of a token that exists only while layers compute gradients."""
+    """Bytes per token that exist only while layers compute their gradients.
+
+    They are included in `token`, `token_with_remat` and `token_offloaded`.
+    """
 
     def get_bytes_per_token(self, remat: RematPolicy) -> int:
-        """Return the bytes of a token with a remat policy."""
+        """Return the bytes per token with a remat policy."""
         match remat:
             case RematPolicy.OFFLOAD:
                 return self.token_offloaded
@@ -77,7 +91,7 @@ class TrainingCosts:
                 return self.token
 
     def count_micro_batch_bytes(self, num_tokens: int, *, remat: RematPolicy) -> int:
-        """Return the bytes on each device of a micro-batch with `num_tokens` on each device."""
+        """Return the bytes on each device for a micro-batch with `num_tokens` tokens on each device."""
         in_layers = self.fixed + self.get_bytes_per_token(remat) * num_tokens
         return max(in_layers, self.head + (self.get_bytes_per_token(remat) - self.layer_token) * num_tokens)
 
@@ -90,10 +104,12 @@ class TrainingCosts:
 def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> TrainingCosts:
     """Estimate the bytes that training needs on each device in addition to the weights.
 
-    `params` needs shapes only, with the layout of training. `platform` is `cpu`, `gpu` or `tpu`.
-    The inputs of layers and the outputs of mixers are replicated over `tp`. Logits and the other
-    arrays of a layer are sharded. While experts compute their gradient, no other array of the layer
-    is in memory.
+    `params` may contain shapes instead of arrays, and has the layout of training. `platform` is
+    `cpu`, `gpu` or `tpu`.
+
+    The estimate assumes that the inputs of layers and the outputs of mixers are replicated over
+    `tp`, and that logits and the other arrays of a layer are sharded. While experts compute their
+    gradient, no other array of the layer is in memory.
     """
     layout = params.layout
     tp = layout.num_shards("mlp")
@@ -107,10 +123,10 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
     itemsize = params.embed.dtype.itemsize
     layer_input = config.hidden_size * 4
     inputs = len(config.blocks) * layer_input
-    with_head = count_bytes_per_token(RematPolicy.FULL)  # layer inputs, and arrays of the final norm and the head
-    kept = count_bytes_per_token(RematPolicy.SAVE_MATMULS) - with_head
+    inputs_and_head = count_bytes_per_token(RematPolicy.FULL)  # the head with the final norm
+    kept = count_bytes_per_token(RematPolicy.SAVE_MATMULS) - inputs_and_head
     mixer_outputs = min(kept, _count_mixer_output_bytes(config, itemsize))
-    kept = mixer_outputs + (kept - mixer_outputs) // tp
+    kept = mixer_outputs + (kept - mixer_outputs) // tp  # mixer outputs are replicated
 
     # Temporary arrays of one layer
     experts_fixed, expert_token = _estimate_expert_costs(layout, config, itemsize)
@@ -119,17 +135,17 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
     if not has_experts:
         kept -= min(kept // config.num_layers, one_layer)  # `one_layer` includes what the current layer keeps
 
-    # Parts of the gradient's sum. They are copies if there are multiple loops over layers, or
-    # cycles. With one loop there are no copies, but the programs of dense models take the same
-    # memory.
+    # The gradient of an adapter. If the model runs as multiple loops over layers, or as a loop over
+    # cycles of layers, the compiler copies parts of it to add it up. With a single loop it makes no
+    # copy, but the compilers report as much memory for dense models as with the copy.
     gradient = count_adapter_bytes(config, DEFAULT_RANK, layout)
     if platform == "tpu":  # XLA for TPUs rounds the LoRA factors of all layers before the loop over layers
         gradient += gradient * itemsize // 4
     copied = count_copied_expert_bytes(params, config, platform)
     head = _count_head_bytes(params, config, platform) + copied
 
-    # The arrays of experts are large, and compilers leave gaps between them of about three arrays
-    # of logits.
+    # The arrays of experts are large, and compilers leave unused memory between them. It is about
+    # as much as three arrays of logits.
     gaps = (
         3 * CHUNK_POSITIONS * config.vocab_size * 4 // tp + _count_unembedding_bytes(params, platform)
         if has_experts
@@ -142,22 +158,19 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
         token_with_remat=inputs + one_layer,
         token_offloaded=_IN_FLIGHT * layer_input + one_layer,
         host_token=inputs,
-        # While log-probabilities are computed, the head's arrays and the gradient of the last
-        # hidden states replace it.
-        layer_token=max(one_layer - (with_head - inputs) - layer_input, 0),
+        # While log-probabilities are computed, there are the arrays of the head and the gradient of
+        # the last hidden states instead of the arrays of a layer.
+        layer_token=max(one_layer - (inputs_and_head - inputs) - layer_input, 0),
     )
 
 
 def _choose_traced_lengths(config: models.ModelConfig) -> tuple[int, int]:
-    """Return the two row lengths to trace.
-
-    Between and above them, memory is assumed to be linear.
-    """
+    """Return the two row lengths to trace. Memory is assumed to grow linearly with the length."""
     return _TRACED_MOE_LENGTHS if count_moe_layers(config) else _TRACED_LENGTHS
 
 
 def _count_head_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
-    """Return the bytes of a chunk of logits, of its gradient, and of copies of the unembedding."""
+    """Return the bytes of one chunk of logits with its gradient, and of copies of the unembedding."""
     itemsize, num_logits = params.unembed_VD.dtype.itemsize, CHUNK_POSITIONS * config.vocab_size
     logits_bytes = 3 * num_logits * 4
     if platform == "gpu" and itemsize < 4:  # logits in float32, and their gradient in the type of the weights
@@ -191,17 +204,17 @@ def count_adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) ->
 
 
 def _count_mixer_output_bytes(config: models.ModelConfig, itemsize: int) -> int:
-    """Return the bytes of a token's mixer outputs that feed-forward layers need, in all layers."""
+    """Return the bytes per token of mixer outputs in all layers that also have a feed-forward network."""
     number = sum(block.mixer is not None and block.feed_forward is not None for block in config.blocks)
     return number * config.hidden_size * itemsize
 
 
 def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig) -> int:
-    """Return the bytes of a token in the arrays of one layer while it computes its gradient.
+    """Return the bytes per token of the arrays of one layer while it computes its gradient.
 
-    Compilers fuse everything between matrix products, so arrays there have the type of the weights,
-    in which products read them. Arrays of the hidden size are sums in float32, and are replicated
-    over `tp`.
+    Arrays whose last dim is the hidden size are sums in float32, and are replicated over `tp`. All
+    other arrays are inputs of matrix products. Compilers fuse the operations between two products,
+    so they store these arrays in the type of the weights, even if the trace has them in float32.
     """
     layout, itemsize = params.layout, params.embed.dtype.itemsize
 
@@ -214,8 +227,8 @@ def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig)
                 sharded += array.size * min(array.dtype.itemsize, itemsize)
         return replicated, sharded
 
-    # A layer with one part may take twice the average of such layers, for example experts next to a
-    # mixer.
+    # If layers have only one part, a mixer or a feed-forward network, their arrays differ in size:
+    # experts may need twice the average. So two such layers are counted as one.
     lengths = _choose_traced_lengths(config)
     short_bytes, long_bytes = map(count_bytes, lengths)
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
@@ -223,7 +236,7 @@ def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig)
     replicated, sharded = ((long - short) // num_tokens for short, long in zip(short_bytes, long_bytes, strict=True))
 
     # Arrays that the trace does not show
-    if params.kernels.attention is TRITON:  # has keys, values and their gradients for each query head
+    if params.kernels.attention is TRITON:  # copies keys, values and their gradients for each query head
         heads = (b.mixer.num_heads * b.mixer.head_dim for b in config.blocks if isinstance(b.mixer, Attention))
         sharded += 4 * max(heads, default=0) * itemsize
     sharded += _count_delta_rule_bytes(params, config)
@@ -231,9 +244,9 @@ def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig)
 
 
 def _count_delta_rule_bytes(params: models.DecoderParams, config: models.ModelConfig) -> int:
-    """Return the bytes of a token while a delta net computes its gradient.
+    """Return the bytes per token of the arrays that exist while a delta net computes its gradient.
 
-    The trace does not show these arrays.
+    The trace does not show these arrays. It is 0 if chunks are not computed together.
     """
     if not params.kernels.chunks_together:
         return 0
@@ -242,10 +255,10 @@ def _count_delta_rule_bytes(params: models.DecoderParams, config: models.ModelCo
 
 
 def _count_lora_product_bytes(config: models.ModelConfig) -> int:
-    """Return the bytes of a token's products with LoRA factors A, and of their gradients.
+    """Return the bytes per token of the products with the LoRA factors A of one layer, and of their gradients.
 
-    The result is for one layer. These arrays are replicated over `tp`. The trace does not show
-    them, because the backward pass computes them again.
+    These arrays are replicated over `tp`. The trace does not show them, because the backward pass
+    computes them again.
     """
     num_maps = max(sum(target.num_experts is None for target in block.targets().values()) for block in config.blocks)
     return 2 * num_maps * DEFAULT_RANK * 4
@@ -254,9 +267,9 @@ def _count_lora_product_bytes(config: models.ModelConfig) -> int:
 def _count_gathered_bytes(params: models.DecoderParams, platform: str) -> int:
     """Return the bytes of weights that a device gathers over `fsdp` for one layer.
 
-    XLA for GPUs gathers all weights of a layer, and has them twice: as received, and in order (see
-    `layers.gather`). XLA for TPUs gathers the weights of experts only. It passes parts of the other
-    weights from device to device.
+    XLA for GPUs gathers all weights of a layer. It stores them twice, in the order in which they
+    were received and in the order of the array (see `layers.gather`). XLA for TPUs gathers the
+    weights of experts only. Parts of all other weights are passed from device to device.
     """
     layout = params.layout
     if layout.num_shards("embed") == 1:
@@ -273,10 +286,10 @@ def _count_gathered_bytes(params: models.DecoderParams, platform: str) -> int:
 def count_copied_expert_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
     """Return the bytes of expert weights that XLA for TPUs copies for the kernel, over all layers.
 
-    A TPU pads the last dim of an array to a multiple of _TPU_DIM, and the compiler stores the dim
-    last that wastes less. The kernel needs the output dim last. With `tp` the shard of the output
-    dim may be so small that the compiler stores the other dim last, and then it copies the weights
-    of all layers at once.
+    The kernel reads matrices whose last dim in memory is the output dim. A TPU pads the last dim to
+    a multiple of _TPU_DIM, and the compiler chooses the order of dims that needs less padding. With
+    `tp`, the shard of the output dim may be so small that the compiler puts the input dim last.
+    Then it copies the weights of all layers at once for the kernel.
     """
     if platform != "tpu" or params.kernels.experts is None:
         return 0
@@ -297,18 +310,18 @@ def count_copied_expert_bytes(params: models.DecoderParams, config: models.Model
 
 
 def count_state_copies(layout: Layout, config: models.ModelConfig, platform: str) -> int:
-    """Return how many copies of the states a decode slice has. Usually 1, the copy that it changes.
+    """Return how many copies of the recurrent states a decode slice makes.
 
-    On meshes of GPUs it is 2 for models with delta nets. The compiler orders the dims of some
-    states differently in the loop over decode steps, and copies the states of all layers before the
-    loop.
+    Usually it is 1, because a slice changes a copy and not the states themselves. On meshes of GPUs
+    it is 2 for models with delta nets: in the loop over decode steps, the compiler orders the dims
+    of some states differently, so it copies the states of all layers before the loop.
     """
     has_nets = any(isinstance(block.mixer, DeltaNet) for block in config.blocks)
     return 2 if has_nets and platform == "gpu" and layout.num_shards("batch") > 1 else 1
 
 
 def _estimate_expert_costs(layout: Layout, config: models.ModelConfig, itemsize: int) -> tuple[int, int]:
-    """Return the fixed bytes and the bytes of a token for the backward pass of a layer of experts.
+    """Return the fixed bytes and the bytes per token for the backward pass of a layer of experts.
 
     The trace does not show these arrays, because the gradient of experts is written by hand. With
     `ep`, all tokens of an `ep` group pass through each of its devices.
@@ -328,7 +341,7 @@ def _estimate_expert_costs(layout: Layout, config: models.ModelConfig, itemsize:
 def count_residual_bytes(
     params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
 ) -> int:
-    """Return the bytes of `trace_residuals`."""
+    """Return the bytes of the arrays that `trace_residuals` returns."""
     return sum(array.size * array.dtype.itemsize for array in trace_residuals(params, config, length, policy))
 
 
@@ -337,8 +350,9 @@ def trace_residuals(
 ) -> list[jax.ShapeDtypeStruct]:
     """Trace the forward pass of one row of `length` tokens on each shard of the batch.
 
-    Returns the arrays that it keeps for the backward pass, weights included. Experts are traced
-    without their kernel, which keeps the same arrays, but pads them more if there are few tokens.
+    Returns the arrays that it keeps for the backward pass, including weights. Experts are traced
+    without their kernel. The kernel keeps the same arrays, but with more padding if there are few
+    tokens.
     """
     params = replace(params, kernels=replace(params.kernels, experts=None))
 

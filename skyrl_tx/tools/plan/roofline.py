@@ -1,13 +1,14 @@
 """Upper bounds for the tokens per second of training and decoding on a mesh, from a roofline model.
 
-A micro-batch or decode step takes at least the longest of three times:
+The model computes three times for a micro-batch or decode step:
 
 - arithmetic: its FLOPs at the peak rate of the devices;
 - memory: reading the weights and the KV cache at memory bandwidth;
 - links: sending data between devices at link bandwidth.
 
-The sum does not count, because all three may overlap. Latencies, padding and all other work are left
-out. `hardware.MEASURED` lists which fraction of the bound real devices reached.
+All three may overlap, so the longest of them is a lower bound for the time of the step. Latencies,
+padding and all other work are left out. `hardware.MEASURED` lists which fraction of the bound real
+devices reached.
 
 Roofline: Williams et al. 2009, doi:10.1145/1498765.1498785.
 """
@@ -49,7 +50,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """Lower bounds for the time of one micro-batch or decode step of `tokens` tokens, by their cause."""
+    """Three lower bounds for the time of one micro-batch or decode step of `tokens` tokens."""
 
     tokens: int
     arithmetic_s: float
@@ -63,7 +64,7 @@ class RooflineBound:
 
     @property
     def s_per_token(self) -> float:
-        """Lower bound for the seconds per token if devices do not compute while they send."""
+        """Lower bound for the seconds per token if computing and sending do not overlap."""
         return (max(self.arithmetic_s, self.memory_s) + self.links_s) / self.tokens
 
     @property
@@ -83,8 +84,8 @@ class _Weights:
     @classmethod
     def from_model(cls, model: ModelConfig, num_parameters: int, itemsize: int, mesh: MeshConfig) -> "_Weights":
         experts = count_expert_parameters(model)
-        # An embedding look-up reads only a few rows, so the embedding does not count. With tied weights it does,
-        # because the same array is the unembedding.
+        # Leave out the embedding, because a look-up reads only a few of its rows. With tied weights it is also the
+        # unembedding, which is read whole.
         common = num_parameters - experts - (0 if model.tied_embeddings else model.vocab_size * model.hidden_size)
         return cls(itemsize * common / mesh.tp, itemsize * experts / (mesh.tp * mesh.ep))
 
@@ -112,13 +113,13 @@ def bound_training(
     forwards = 2 if work.is_remat else 1
     macs = (forwards + 1) * frozen + (forwards + 2) * (lora + mixing)
 
-    # Each pass over the layers reads all weights; with `fsdp` or `cp`, devices first gather them from each other.
+    # Each pass over the layers reads all weights. With `fsdp` or `cp`, devices first gather them from each other.
     weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
-    gathered = (weights.common + weights.experts) * (forwards + 1)
-    sent = _compute_remote_share(mesh.fsdp * mesh.cp) * gathered
+    read_bytes = (weights.common + weights.experts) * (forwards + 1)
+    sent = _compute_remote_share(mesh.fsdp * mesh.cp) * read_bytes
 
-    # All batch shards add up the gradient. Each pass over a layer also reduces two outputs over `tp`, and with `cp`
-    # the devices exchange tokens for heads around each attention.
+    # The gradient is all-reduced over all shards of the batch. Each pass over a layer also all-reduces two outputs
+    # over `tp`, and with `cp` it has an all-to-all before and after the mixer.
     shards = mesh.dp * mesh.fsdp * mesh.cp * mesh.ep
     tokens_per_device = tokens / shards
     sent += 2 * _compute_remote_share(shards) * adapter_bytes
@@ -129,7 +130,7 @@ def bound_training(
     return RooflineBound(
         tokens,
         arithmetic_s=2 * macs * tokens / devices.number / kind.flops,
-        memory_s=gathered / kind.bytes_per_s,
+        memory_s=read_bytes / kind.bytes_per_s,
         links_s=sent / kind.link_bytes_per_s,
     )
 
@@ -175,11 +176,12 @@ def _compute_remote_share(num_devices: int) -> float:
 
 
 def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, num_tokens: float, itemsize: int) -> float:
-    """Return the bytes that each device sends around the attention of all layers.
+    """Return the bytes that each device sends before and after the mixers of all layers.
 
-    With `cp`, the tokens of a batch row are sharded over `cp` and `ep`. For attention, each device
-    needs all tokens of some heads, so the devices exchange tokens for heads before it and back
-    after it. Each device has `num_tokens` tokens.
+    `num_tokens` is the number of tokens on each device. With `cp`, the tokens of a batch row are
+    sharded over `cp` and `ep`. A mixer, for example attention, needs all tokens of a row. So an
+    all-to-all before it gives each device all tokens of some heads, and another one after it shards
+    by tokens again.
     """
     if mesh.cp == 1:
         return 0.0
@@ -190,9 +192,10 @@ def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, num_tokens: flo
 def _count_reduced_bytes(model: ModelConfig, mesh: MeshConfig, num_tokens: float) -> float:
     """Return the bytes of activations that each device sends in one pass over all layers.
 
-    Over `tp`, the float32 outputs of attention and feed-forward are all-reduced, so each part is
-    sent twice. Over `ep`, each layer gathers the tokens (one part) and all-reduces the outputs (two
-    parts). Each device has `num_tokens` tokens.
+    `num_tokens` is the number of tokens on each device. Over `tp`, each layer all-reduces two
+    float32 outputs, of attention and of the feed-forward network. An all-reduce sends each element
+    twice: a reduce-scatter, then an all-gather. Over `ep`, each layer all-gathers the tokens, which
+    sends each element once, and all-reduces the outputs.
     """
     hidden_bytes = num_tokens * model.hidden_size * FLOAT32_BYTES
     num_bytes = 2 * model.num_layers * 2 * _compute_remote_share(mesh.tp) * hidden_bytes
