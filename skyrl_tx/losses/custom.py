@@ -1,13 +1,13 @@
-"""Custom losses in JAX: the loss of one datum, and its gradient.
+"""Evaluate a custom loss for one datum in JAX, with its gradient.
 
 The gradient is the derivative of the loss with respect to the log-probabilities.
 
 Legend: T positions, K targets per position.
 
-Arrays are padded along T and K, so that one compiled program serves many datums. The padding of an
-input repeats the last element, and every operation on padded arrays returns an array that is padded
-in the same way. Padding therefore contains a NaN only if the datum itself does. Reductions such as
-sums and means skip padding.
+Arrays are padded along T and K, so that one compiled program serves datums of many lengths. The
+padding of an input repeats its last element, and every operation on padded arrays returns an array
+that is padded in the same way. Padding therefore contains a NaN only if the datum itself does.
+Reductions such as sums and means skip padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from skyrl_tx.contract.custom_loss import CustomLoss, Dim, Operation, Shape
 
 _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "neg": jnp.negative,
-    # As in torch, and other than in JAX, the derivative at 0 is 0
+    # The derivative at 0 is 0, as in torch. In JAX it would be 1.
     "abs": lambda x: x * jax.lax.stop_gradient(jnp.sign(x)),
     "sign": jnp.sign,
     "floor": jnp.floor,
@@ -73,7 +73,7 @@ A mean is computed as a sum, which `_reduce` divides by the number of elements w
 
 
 Sizes = Mapping[str, jax.Array]
-"""The number of elements before padding of "T" and of "K", int32."""
+"""How many positions ("T") and targets ("K") the datum has without padding, int32."""
 
 
 def evaluate(
@@ -84,8 +84,9 @@ def evaluate(
     Args:
         loss: the custom loss. Its own constants are ignored.
         inputs: one float32 array per entry of `loss.inputs`, padded with its last elements.
-        constants: float32 [number of constants], used instead of the constants of `loss`.
-        sizes: the numbers of positions and of targets before padding.
+        constants: float32 [number of constants], used instead of the constants of `loss`. Losses
+            that differ only in constants can then share a compiled program.
+        sizes: the numbers of positions and of targets without padding.
     """
     values = [*inputs, *constants]
     shapes = loss.shapes()
@@ -116,7 +117,7 @@ def _compute(
     """Return the result of an operation, which has `shape`. `shapes` are the shapes of `operands`."""
     name, options, x = operation.name, operation.options, operands[0]
 
-    # Operations that do not need the size of a single axis.
+    # Operations on any number of axes
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](*operands)
     if name in _REDUCTIONS:
@@ -128,7 +129,7 @@ def _compute(
     if name == "unsqueeze":
         return jnp.expand_dims(x, options[0])
 
-    # Operations on one axis.
+    # Operations on one axis, which is the first option
     axis = options[0]
     if name == "squeeze":
         return jnp.squeeze(x, axis)
@@ -137,7 +138,7 @@ def _compute(
     if name in ("topk", "argtopk"):
         return _select_largest(_mask_padding(x, shapes[0], [axis], -jnp.inf, sizes), axis, options[1], name)
 
-    # Operations that need the size of the axis.
+    # Operations on one axis that need its size without padding
     size = _count_elements(shapes[0][axis], sizes)
     if name == "size":
         return size.astype(jnp.float32)
@@ -148,7 +149,7 @@ def _compute(
         first = options[1] if options[1] >= 0 else size + options[1]
         return jnp.take(x, first + jnp.arange(options[2]), axis=axis, mode="clip")
 
-    # The padding of a slice repeats its last element.
+    # Slices. The padding of the result repeats its last element.
     assert name == "slice", name
     last = _count_elements(shape[axis], sizes) - 1
     length = _pad_length(shape[axis], shapes[0][axis], x.shape[axis])
@@ -156,17 +157,19 @@ def _compute(
 
 
 def _concat(operands: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, axis: int, sizes: Sizes) -> jax.Array:
-    """Join arrays along an axis, without the padding between them."""
-    # For each array, the position in the result where it ends, and its padding
+    """Concatenate arrays along an axis, without the padding between them."""
+    # For each array, the position in the result where it ends, and the length of its padding
     end, ends = jnp.asarray(0, jnp.int32), list[tuple[jax.Array, jax.Array]]()
     for x, dims in zip(operands, shapes, strict=True):
         size = _count_elements(dims[axis], sizes)
         end = end + size
         ends.append((end, x.shape[axis] - size))
 
-    # Skip the padding. The padding of the result repeats its last element.
-    longest = max(range(len(shapes)), key=lambda index: shapes[index][axis].symbol == shape[axis].symbol)
-    length = _pad_length(shape[axis], shapes[longest][axis], operands[longest].shape[axis])
+    # The padded length follows from an operand with the symbol of the result, for example T
+    same = max(range(len(shapes)), key=lambda index: shapes[index][axis].symbol == shape[axis].symbol)
+    length = _pad_length(shape[axis], shapes[same][axis], operands[same].shape[axis])
+
+    # Take the elements of all arrays, skipping their padding. The result's padding repeats its last element.
     position = jnp.minimum(jnp.arange(length), end - 1)
     skipped = sum((jnp.where(position >= stop, padding, 0) for stop, padding in ends[:-1]), jnp.zeros_like(position))
     return jnp.take(jnp.concatenate(operands, axis), position + skipped, axis=axis, mode="clip")
@@ -179,9 +182,10 @@ def _select_largest(x: jax.Array, axis: int, count: int, name: str) -> jax.Array
 
 
 def _pad_length(dim: Dim, other: Dim, length: int) -> int:
-    """Return the padded length of a dim. Another dim of the same symbol has the padded length `length`.
+    """Return the padded length of `dim`, given that `other` has the same symbol and is padded to `length`.
 
-    Slices do not shorten the padded length.
+    Slices (a positive `cut`) do not shorten the padded length, and concatenations (a negative `cut`)
+    extend it.
     """
     if dim.symbol == "1":
         return 1 - dim.cut
@@ -189,7 +193,7 @@ def _pad_length(dim: Dim, other: Dim, length: int) -> int:
 
 
 def _count_elements(dim: Dim, sizes: Sizes) -> jax.Array:
-    """Return the number of elements of a dim, without padding."""
+    """Return the number of elements of a dim without padding."""
     return jnp.asarray(1, jnp.int32) - dim.cut if dim.symbol == "1" else sizes[dim.symbol] - dim.cut
 
 
@@ -203,6 +207,7 @@ def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: floa
 
 
 def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], sizes: Sizes) -> jax.Array:
+    """Reduce `x` over the axes in `options[1:]`. `options[0]` tells whether to keep them as dims of size 1."""
     keepdims, axes = bool(options[0]), tuple(options[1:])
     function, neutral = _REDUCTIONS[name]
     total = function(_mask_padding(x, shape, axes, neutral, sizes), axis=axes, keepdims=keepdims)

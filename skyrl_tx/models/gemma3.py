@@ -1,4 +1,6 @@
-"""Gemma 3, dense: sliding windows except in every sixth layer, and output norms.
+"""Gemma 3, dense: norms before and after each part of a layer, and two kinds of attention.
+
+Every sixth layer has full attention. All other layers have a sliding window and another RoPE.
 
 Gemma Team 2025, arXiv:2503.19786.
 """
@@ -26,20 +28,24 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
 }
-"""Keys that would change the maths, with the supported values."""
-WINDOW, WHOLE = "sliding_attention", "full_attention"
-THETAS = {WINDOW: "rope_local_base_freq", WHOLE: "rope_theta"}
-"""For each layer type, the key with its RoPE theta if `rope_parameters` does not contain it."""
+"""Keys of `config.json` that would change what the model computes, with the supported values."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+THETAS = {SLIDING: "rope_local_base_freq", FULL: "rope_theta"}
+"""For each layer type, the key of `config.json` with its RoPE theta.
+
+It is used for layer types without a theta in `rope_parameters`.
+"""
 
 
 def read_ropes(hf: HfConfig) -> dict[str, Rope]:
     """Read the RoPE of each layer type.
 
-    Before transformers 5, `rope_scaling` applied to layers with full attention only.
+    Configs since transformers 5 describe both in `rope_parameters`. Older configs have
+    `rope_scaling` instead, which applies to layers with full attention only.
     """
     given, name = hf.get("rope_parameters"), "rope_parameters"
     if not given:
-        given, name = {WHOLE: hf.get("rope_scaling")}, "rope_scaling"
+        given, name = {FULL: hf.get("rope_scaling")}, "rope_scaling"
     elif not set(given) <= set(THETAS) or hf.get("rope_scaling"):
         raise UnsupportedModel(
             f"config.json has rope_parameters = {given!r}; supported: one of each of {tuple(THETAS)}"
@@ -51,27 +57,31 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers."""
+    """Read the description of each layer from `config.json`. Raises UnsupportedModel."""
+    # Check the config
     check_values(hf, ACCEPTED)
     types = read_layer_types(hf, partial(_alternate_types, hf), THETAS)
     ropes, window = read_ropes(hf), read_window(hf)
-    if WINDOW in types and window is None:
-        raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
+    if SLIDING in types and window is None:
+        raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {SLIDING!r}")
     scalar = read_required(hf, "query_pre_attn_scalar")
     if not isinstance(scalar, int | float) or scalar <= 0:
         raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}; it must be a number above 0")
+
+    # Make the two kinds of attention. Gemma divides scores by the root of `query_pre_attn_scalar`.
+    # The query factor corrects the usual division by the root of the head dim.
     attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
-    whole = replace(attention, rope=ropes[WHOLE], query_factor=math.sqrt(attention.head_dim / scalar))
-    mixers = {WHOLE: whole, WINDOW: replace(whole, rope=ropes[WINDOW], window=window)}
+    full = replace(attention, rope=ropes[FULL], query_factor=math.sqrt(attention.head_dim / scalar))
+    mixers = {FULL: full, SLIDING: replace(full, rope=ropes[SLIDING], window=window)}
     dense = replace(read_dense(hf), activation="gelu_tanh")
     return tuple(Block(mixers[layer_type], dense, has_output_norms=True) for layer_type in types)
 
 
 def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
-    """Yield the types of layers, where every `sliding_window_pattern`-th has full attention."""
+    """Yield the type of each layer. Every `sliding_window_pattern`-th layer has full attention."""
     interval = read_size(hf, "sliding_window_pattern")
     for layer in range(num_layers):
-        yield WINDOW if (layer + 1) % interval else WHOLE
+        yield SLIDING if (layer + 1) % interval else FULL
 
 
 GEMMA3 = ModelFamily(
@@ -81,7 +91,7 @@ GEMMA3 = ModelFamily(
     read_blocks=read_blocks,
     reads=frozenset({"hidden_act", "layer_types"}),
     scales_embeddings=True,
-    extends_context=False,  # max_position_embeddings is the context after the scaling
+    extends_context=False,  # max_position_embeddings already includes the RoPE scaling
     defaults={
         "vocab_size": 262208,
         "hidden_size": 2304,
