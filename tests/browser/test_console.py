@@ -18,7 +18,7 @@ from skyrl_tx.store import projects
 from skyrl_tx.store.audit import OPERATOR
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
-from tests.support.watched_page import WITHIN_MS, Watched
+from tests.support.watched_page import WITHIN_MS, WatchedPage
 
 HOSTILE = "<script>alert(1)</script>{{7*7}}\u202etxt\x1b[31m<img src=x onerror=alert(2)>"
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -66,7 +66,7 @@ def wait_for_points(page: Any, number: int) -> None:
 def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots: Path) -> None:
     base, key = world.server.url, world.key("ann")
     context = chromium.new_context(base_url=base, viewport={"width": 1440, "height": 900}, accept_downloads=True)
-    watched = Watched(context, base)
+    watched = WatchedPage(context, base)
     page = watched.page
     page.goto("/")
     page.get_by_label("API key").fill("tml-wrong")
@@ -221,7 +221,7 @@ def test_pages_are_accessible_and_fit(
         base_url=base, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
     )
 
-    watched = Watched(context, base)
+    watched = WatchedPage(context, base)
     page = watched.page
     page.goto("/login")
     assert axe.run(page).response["violations"] == []
@@ -268,7 +268,7 @@ def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any
 
     base = world.server.url
     context = chromium.new_context(base_url=base)
-    watched = Watched(context, base)
+    watched = WatchedPage(context, base)
     page = watched.page
     page.on("dialog", lambda dialog: watched.problems.append(f"dialog: {dialog.message}"))
     page.goto("/login")

@@ -23,7 +23,7 @@ from tests.support.client_environments import CHAT_CLIENTS
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
 from tests.support.polling import until
-from tests.support.watched_page import WITHIN_MS, Watched
+from tests.support.watched_page import WITHIN_MS, WatchedPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = '<img src=x onerror="alert(1)">{{7*7}}'
@@ -66,7 +66,7 @@ def open_page(world: ConsoleWorld, chromium: Any, key: str, **options: Any) -> I
     base = world.server.url
     context = chromium.new_context(base_url=base, viewport={"width": 1440, "height": 900}, **options)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    watched = Watched(context, base)
+    watched = WatchedPage(context, base)
     watched.page.goto("/login")
     watched.page.get_by_label("API key").fill(key)
     watched.page.get_by_role("button", name="Log in").click()

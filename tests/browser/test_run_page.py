@@ -1,4 +1,4 @@
-"""The page of a run in a browser, with curves that the product recorded."""
+"""The page of a training run in a browser, with curves that were recorded in a real run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from skyrl_tx.contract.ids import ModelId
 from tests.support import recorded_runs
 from tests.support.console_world import ConsoleWorld, console_world
-from tests.support.watched_page import Watched
+from tests.support.watched_page import WatchedPage
 
 OWNER = "ann"
 EXTREMES: dict[str, list[float]] = {
@@ -20,6 +20,7 @@ EXTREMES: dict[str, list[float]] = {
     "negative": [-1.0, -1.0, -1.0 - 1e-12],
     "zero": [0.0, 0.0, 0.0],
 }
+"""Three values of each logged metric, which are hard to draw or to label."""
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
@@ -30,16 +31,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
 
 
 @pytest.fixture(params=[390, 1440])
-def visit(world: ConsoleWorld, chromium: Any, request: pytest.FixtureRequest) -> Iterator[Watched]:
-    """Yield a page of a visitor who is logged in. Fails the test for any error of the page."""
+def visitor(world: ConsoleWorld, chromium: Any, request: pytest.FixtureRequest) -> Iterator[WatchedPage]:
+    """Yield a visitor who is logged in, in a narrow and in a wide window.
+
+    The test fails if the page had any problem.
+    """
     context = chromium.new_context(base_url=world.server.url, viewport={"width": request.param, "height": 900})
-    visit, key = Watched(context, world.server.url), world.key(OWNER)
-    visit.page.goto("/login")
-    visit.page.get_by_label("API key").fill(key)
-    visit.page.get_by_role("button", name="Log in").click()
-    visit.page.wait_for_url("**/overview")
-    yield visit
-    assert visit.problems == []
+    visitor, key = WatchedPage(context, world.server.url), world.key(OWNER)
+    visitor.page.goto("/login")
+    visitor.page.get_by_label("API key").fill(key)
+    visitor.page.get_by_role("button", name="Log in").click()
+    visitor.page.wait_for_url("**/overview")
+    yield visitor
+    assert visitor.problems == []
     context.close()
 
 
@@ -50,16 +54,16 @@ def read_titles(page: Any) -> list[str]:
     return page.locator("section.chart:visible h3 > span").all_inner_texts()
 
 
-def is_too_wide(page: Any) -> bool:
+def has_horizontal_scrollbar(page: Any) -> bool:
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
 
-def test_a_recorded_quickstart_is_drawn(world: ConsoleWorld, visit: Watched, screenshots: Path) -> None:
-    page, run = visit.page, world.server.store.write(lambda tx: recorded_runs.add_quickstart(tx, OWNER))
+def test_a_recorded_quickstart_is_drawn(world: ConsoleWorld, visitor: WatchedPage, screenshots: Path) -> None:
+    page, run = visitor.page, world.server.store.write(lambda tx: recorded_runs.add_quickstart(tx, OWNER))
     page.goto(f"/training_runs/{run}")
     titles = read_titles(page)
     assert titles[:2] == ["reward", "Loss"] and {"train_nll", "Ratio", "KL to the sampler"} <= set(titles)
-    assert page.locator("h1").inner_text().startswith("quickstart") and not is_too_wide(page)
+    assert page.locator("h1").inner_text().startswith("quickstart") and not has_horizontal_scrollbar(page)
     width = page.viewport_size["width"]
     page.screenshot(path=screenshots / f"quickstart-{width}.png", full_page=True)
 
@@ -76,31 +80,32 @@ def test_a_recorded_quickstart_is_drawn(world: ConsoleWorld, visit: Watched, scr
     assert read_titles(page) == titles
 
 
-def test_a_loop_that_logs_elsewhere_is_told_how_to_see_rewards(
-    world: ConsoleWorld, visit: Watched, screenshots: Path
+def test_a_run_without_logged_metrics_shows_how_to_log_rewards(
+    world: ConsoleWorld, visitor: WatchedPage, screenshots: Path
 ) -> None:
     def add(tx: Any) -> ModelId:
         run = recorded_runs.add_run(tx, OWNER, None)
         recorded_runs.add_points(tx, run, OWNER, recorded_runs.FIRST_RL_STEP)
         return run
 
-    page, run = visit.page, world.server.store.write(add)
+    page, run = visitor.page, world.server.store.write(add)
     page.goto(f"/training_runs/{run}")
     assert read_titles(page)[0] == "Loss"
     assert "TRACKIO_SERVER_URL" in page.locator("#hints").inner_text()
     page.screenshot(path=screenshots / f"rl-{page.viewport_size['width']}.png", full_page=True)
 
 
-def test_extreme_values_are_drawn(world: ConsoleWorld, visit: Watched) -> None:
+def test_extreme_values_are_drawn(world: ConsoleWorld, visitor: WatchedPage) -> None:
     def add(tx: Any) -> ModelId:
         run = recorded_runs.add_run(tx, OWNER, "extremes")
         recorded_runs.add_points(tx, run, OWNER, recorded_runs.FIRST_RL_STEP + 11)
         rows = [{name: values[index] for name, values in EXTREMES.items()} for index in range(3)]
-        far = [(2**53 - 2 + index, {"far/steps": float(index)}) for index in range(3)]
-        recorded_runs.log_metrics(tx, run, OWNER, [*enumerate(rows), *far])
+        # Step numbers close to the largest integer that JavaScript can count to
+        high_steps = [(2**53 - 2 + index, {"far/steps": float(index)}) for index in range(3)]
+        recorded_runs.log_metrics(tx, run, OWNER, [*enumerate(rows), *high_steps])
         return run
 
-    page, run = visit.page, world.server.store.write(add)
+    page, run = visitor.page, world.server.store.write(add)
     page.goto(f"/training_runs/{run}")
     titles = read_titles(page)
     assert {*EXTREMES, "far/steps"} <= set(titles)
@@ -113,11 +118,12 @@ def test_extreme_values_are_drawn(world: ConsoleWorld, visit: Watched) -> None:
     assert {"reward", *EXTREMES} <= set(read_titles(page))
 
 
-def test_axes_and_smoothing(world: ConsoleWorld, visit: Watched) -> None:
+def test_axes_and_smoothing(world: ConsoleWorld, visitor: WatchedPage) -> None:
+    # Call the functions of the charts' module in the browser
     run = world.server.store.write(lambda tx: recorded_runs.add_run(tx, OWNER, None))
-    visit.page.goto(f"/training_runs/{run}")
-    module = visit.page.locator("script[type=module]").first.get_attribute("src").rpartition("/")[0]
-    found = visit.page.evaluate(
+    visitor.page.goto(f"/training_runs/{run}")
+    module = visitor.page.locator("script[type=module]").first.get_attribute("src").rpartition("/")[0]
+    found = visitor.page.evaluate(
         """async (folder) => {
           const numbers = await import(`${folder}/chart_numbers.js`);
           const plot = { scales: { y: { distr: 1 } } };
@@ -134,6 +140,7 @@ def test_axes_and_smoothing(world: ConsoleWorld, visit: Watched) -> None:
         module,
     )
 
+    # Compare the results
     low, high = found.pop("near")
     assert high - low == pytest.approx(1e-3) and (low + high) / 2 == pytest.approx(1.0)
     assert 17 < found.pop("many") < 19

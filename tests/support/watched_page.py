@@ -1,12 +1,15 @@
-"""A page of a browser that records everything that went wrong in it."""
+"""A browser page that records errors, for tests that must have none."""
 
 from typing import Any
 
 WITHIN_MS = 20_000
 
 
-class Watched:
-    """A page with all that went wrong in it."""
+class WatchedPage:
+    """A browser page, and the problems that it had so far.
+
+    Problems are messages on the browser's console, uncaught errors, and requests to other servers.
+    """
 
     def __init__(self, context: Any, base: str) -> None:
         self.problems: list[str] = []

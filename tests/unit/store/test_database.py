@@ -1,3 +1,5 @@
+"""The store: transactions, roles, group commits, and error messages for databases that cannot be used."""
+
 import stat
 import threading
 import time
@@ -38,7 +40,7 @@ def test_writes_survive_reopening(open_store) -> None:
 
 
 @pytest.mark.parametrize("database_url", [None])  # test_postgresql.py has the counterpart for PostgreSQL
-def test_a_role_is_exclusive(tmp_path: Path, open_store) -> None:
+def test_only_one_process_may_have_a_role(tmp_path: Path, open_store) -> None:
     api = open_store("api")
     open_store("engine")
     with pytest.raises(StoreInUse, match=rf"{tmp_path}.*api runs as process \d+"):
@@ -71,9 +73,10 @@ def test_readers_cannot_write(store: Store) -> None:
     assert list_owned(store, "ann") == []
 
 
-def test_failing_work_rolls_back_alone(store: Store) -> None:
+def test_work_that_fails_is_rolled_back_without_the_rest_of_its_group_commit(store: Store) -> None:
+    # The writer thread waits in this write, and then commits the three writes below together
     gate = threading.Event()
-    store.write_soon(lambda tx: gate.wait(60))  # the three writes below share a group commit
+    store.write_soon(lambda tx: gate.wait(60))
 
     def fail(tx: Session) -> None:
         add_session(tx, "failed")
@@ -90,7 +93,7 @@ def test_failing_work_rolls_back_alone(store: Store) -> None:
     assert (list_owned(store, "before"), list_owned(store, "failed"), list_owned(store, "after")) == expected
 
 
-def test_a_result_is_returned_after_it_is_readable(store: Store) -> None:
+def test_a_write_returns_when_readers_see_it(store: Store) -> None:
     for number in range(20):
         assert list_owned(store, f"owner-{number}") == []
         session_id = store.write(lambda tx, number=number: add_session(tx, f"owner-{number}"))
@@ -119,12 +122,12 @@ def test_two_roles_write_concurrently(open_store) -> None:
 
 
 def test_a_read_sees_one_consistent_state(store: Store) -> None:
-    def read_twice(tx: Session) -> tuple[int, int]:
+    def read_before_and_after_a_write(tx: Session) -> tuple[int, int]:
         before = len(sessions.list_ids(tx, "ann", 10, 0))
         store.write(add_session)
         return before, len(sessions.list_ids(tx, "ann", 10, 0))
 
-    assert store.read(read_twice) == (0, 0)
+    assert store.read(read_before_and_after_a_write) == (0, 0)
     assert len(list_owned(store, "ann")) == 1
 
 
@@ -138,7 +141,7 @@ def test_close_finishes_queued_writes(open_store) -> None:
     queued = [store.write_soon(add_session) for _ in range(50)]
     store.close()
     store.close()
-    assert not wait_for(queued, 0).not_done
+    assert not wait_for(queued, 0).not_done, "close has waited for all writes"
     with pytest.raises(StoreError, match="closed"):
         store.write(add_session)
     with pytest.raises(StoreError, match="closed"):
@@ -156,14 +159,14 @@ def test_a_cancelled_write_is_not_executed(store: Store) -> None:
     assert list_owned(store, "ann") == []
 
 
-def test_close_ends_a_wait(store: Store) -> None:
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(store.wait(30)))
+def test_close_wakes_a_thread_that_waits_for_commits(store: Store) -> None:
+    results: list[bool] = []
+    waiting = threading.Thread(target=lambda: results.append(store.wait(30)))
     waiting.start()
     time.sleep(0.02)
     store.close()
     waiting.join(5)
-    assert answers == [False]
+    assert results == [False]
 
 
 def test_error_names_an_unsupported_database(tmp_path: Path) -> None:
@@ -187,7 +190,7 @@ def test_a_database_file_outside_the_data_directory(tmp_path: Path) -> None:
 
 
 def test_error_names_a_file_that_is_no_database(tmp_path: Path) -> None:
-    (tmp_path / "skyrl_tx.db").write_bytes(b"not a database, whatever its name says" * 100)
+    (tmp_path / "skyrl_tx.db").write_bytes(b"this is not a database" * 100)
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
         Store.open(tmp_path, role="api")
 
@@ -199,14 +202,14 @@ def test_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_fail_after_the_writer_thread_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_failures", signals._Failures())
     store = Store.open(tmp_path, role="api")
 
-    def die(_: object) -> int:
+    def fail(_: object) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(store._writer, "_write", die)
+    monkeypatch.setattr(store._writer, "_write", fail)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"the thread that writes to the database ended: MemoryError"):
             store.write(lambda tx: None)
@@ -214,15 +217,17 @@ def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: py
     store.close()
 
 
-def test_other_work_replaces_work_whose_value_is_refused(store: Store) -> None:
-    def write(name: str) -> Callable[[Session], str]:
-        return lambda tx: sessions.create(tx, owner=name, now=1.0)
+def test_a_fallback_runs_if_the_database_refuses_a_value(store: Store) -> None:
+    """A lone surrogate is no valid Unicode text, so the database refuses it."""
 
-    refused = store.write_soon(write("\ud800"))
-    replaced, later = store.write_soon(write("\ud800"), write("plain")), store.write_soon(write("ann"))
+    def create(owner: str) -> Callable[[Session], str]:
+        return lambda tx: sessions.create(tx, owner=owner, now=1.0)
+
+    refused = store.write_soon(create("\ud800"))
+    with_fallback, later = store.write_soon(create("\ud800"), create("plain")), store.write_soon(create("ann"))
     with pytest.raises(ValueRefused, match="surrogates"):
         refused.result()
-    replacement, ann = replaced.result(), later.result()
-    assert list_owned(store, "plain") == [replacement] and list_owned(store, "ann") == [ann]
+    plain, ann = with_fallback.result(), later.result()
+    assert list_owned(store, "plain") == [plain] and list_owned(store, "ann") == [ann]
     with pytest.raises(ValueRefused):
         store.read(lambda tx: sessions.find(tx, SessionId("\ud800")))
