@@ -192,7 +192,7 @@ def test_the_sdk_reads_the_log_of_a_day_and_of_a_resource(place: AuditedServer) 
 
 def test_other_owners_are_refused(place: AuditedServer) -> None:
     answer = place.call("GET", "audit")
-    assert answer.status_code == 403 and "it takes scope admin" in answer.text
+    assert answer.status_code == 403 and "it needs scope admin" in answer.text
 
 
 @pytest.mark.parametrize("query", ["event_type=cats", "day=tomorrow", "day=9999-12-31"])

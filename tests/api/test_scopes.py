@@ -142,7 +142,7 @@ def test_sampling_key_samples_through_the_sdk_and_changes_nothing(stack: LiveSta
             tinker.PermissionDeniedError, match="a key of scope sample does not allow POST create_model"
         ):
             service.create_lora_training_client(PUBLIC_NAME, rank=8).result()
-        with pytest.raises(tinker.PermissionDeniedError, match="it takes scope admin, user"):
+        with pytest.raises(tinker.PermissionDeniedError, match="it needs scope admin or user"):
             tinker.RestClient(
                 base_url=stack.url, api_key=create_key(stack, "sample")
             ).delete_checkpoint_from_tinker_path(path).result()

@@ -106,6 +106,6 @@ def check_scope(scope: KeyScope, request: Request) -> None:
     if scope not in admitted:
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"X-API-Key: a key of scope {scope} does not allow {name}; it takes scope {', '.join(sorted(admitted))}",
+            f"X-API-Key: a key of scope {scope} does not allow {name}; it needs scope {' or '.join(sorted(admitted))}",
             reason="scope",
         )

@@ -46,13 +46,13 @@ def list_runs(
     With `access_scope=accessible`, the list also has the runs of the caller's projects, and other
     owners' runs with published checkpoints.
     """
-    is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
-    owner = call.caller.owner_filter if is_wide else call.caller.owner
+    is_accessible = access_scope == "accessible"
+    owner = call.caller.owner_filter if is_accessible else call.caller.owner  # the filter of an admin is None
     now = time.time()
 
     def work(tx: Session) -> schemas.TrainingRunsResponse:
-        # With a time, the list also has the runs with checkpoints that are published at that time.
-        published_at = now if is_wide else None
+        # With `published_at`, the list also has other owners' runs with checkpoints that are published at this time.
+        published_at = now if is_accessible else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
         runs = access.find_readable_runs(tx, call.caller, rows, now)
         return schemas.TrainingRunsResponse(
@@ -137,10 +137,10 @@ def search_checkpoints(call: IncomingList) -> Response:
 
 
 def _find_position(tx: Session, cursor: unverified.CheckpointSearchCursor) -> tuple[float, CheckpointPath]:
-    """Return the position after which a page starts.
+    """Return the creation time and path of the last checkpoint of the previous page.
 
-    The time comes from the row, because the time in the cursor was rounded when it was written as
-    JSON.
+    The time is read from the database if possible, because the time in the cursor was rounded when
+    it was written as JSON.
     """
     path = CheckpointPath.parse(cursor.last_checkpoint_uuid)
     row = checkpoints.get(tx, path, -math.inf)
@@ -184,14 +184,14 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
 @router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Publish a checkpoint, so that every caller can read it by its path."""
-    # Publishing twice is no error, because the client retries a 409.
+    # A checkpoint that is published already is no error. Clients would retry a 409.
     _set_public(call, run_id, kind, name, True)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Unpublish a checkpoint. Copies that other owners have made stay."""
+    """Unpublish a checkpoint. Copies that other owners have made are not deleted."""
     _set_public(call, run_id, kind, name, False)
     return {}
 

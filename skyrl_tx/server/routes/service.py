@@ -199,7 +199,7 @@ async def _check_metrics_access(request: Request, context: ApiContext) -> None:
     if principal.scope not in _METRICS_SCOPES:
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"X-API-Key: a key of scope {principal.scope} does not allow GET metrics; it takes scope admin, metrics",
+            f"X-API-Key: a key of scope {principal.scope} does not allow GET metrics; it needs scope admin or metrics",
             reason="scope",
         )
 

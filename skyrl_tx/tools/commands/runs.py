@@ -1,7 +1,8 @@
-"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, show, delete and undelete them, and set when checkpoints expire.
+"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, show, delete and restore training runs and their checkpoints.
 
-A deleted run or checkpoint stays in the database for a day, so that `undelete` can restore it. With `--now` its rows
-are removed at once, and the artifacts that no row refers to any more are collected.
+`delete` only marks a run or checkpoint as deleted, so that `undelete` can restore it for a day. With `--now` its rows
+are removed from the database at once, and weight files that no other row refers to are collected: checkpoints are
+moved to the trash, and other files are removed.
 """
 
 import argparse
@@ -43,9 +44,10 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 _LAST_PASSES = 64
 """How many of a run's newest passes are read to compute its last loss."""
-_LIVE = ("creating", "ready")
+_LOADED_STATUSES = ("creating", "ready")
+"""The status of a run that an engine may have in memory."""
 _UNLOAD_TIMEOUT_S = 60.0
-_RESTORE = "the files are kept for a day; until then, restore with `skyrl-tx "
+_RESTORE_HINT = "the files are kept for a day; until then, restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +69,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "delete",
         help="delete runs with all their checkpoints",
         description="Delete runs with all their checkpoints and results. `skyrl-tx runs undelete` can restore them for "
-        "a day. With --now their rows are removed at once; a running server unloads the runs first.",
+        "a day. With --now they are removed from the database at once; a running server unloads the runs first.",
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="the id of a run, as `list` shows it")
     deleting.add_argument("--now", action="store_true", help="delete at once; `undelete` cannot restore the runs")
@@ -81,8 +83,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_keep_last,
         required=True,
         metavar="N",
-        help="how many checkpoints to train on, and how many to sample from, are kept, or `all`. Older ones go to the "
-        "trash at each save, except published ones and those with a TTL",
+        help="keep the newest N training checkpoints and the newest N sampler checkpoints of each run, or `all`. At "
+        "each save, older checkpoints are moved to the trash, except published checkpoints and those with a TTL",
     )
     finish_parser(setting, _set_runs)
 
@@ -173,15 +175,15 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
             else:
                 store.write(partial(_change_run, run_id=run_id, event="run_delete"))
             print(f"deleted {run_id}")
-        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE_HINT}runs undelete`")
 
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
-    """Delete or restore a run. Returns False if there is no such run, or if it is in that state already."""
-    is_done = models.mark_deleted(tx, run_id, time.time()) if event == "run_delete" else models.undelete(tx, run_id)
-    if is_done:
+    """Mark a run as deleted, or restore it. Returns False if there is no such run, or if there is nothing to change."""
+    is_changed = models.mark_deleted(tx, run_id, time.time()) if event == "run_delete" else models.undelete(tx, run_id)
+    if is_changed:
         record_audit(tx, event, run_id=run_id)
-    return is_done
+    return is_changed
 
 
 def _undelete_runs(arguments: argparse.Namespace) -> None:
@@ -195,7 +197,7 @@ def _undelete_runs(arguments: argparse.Namespace) -> None:
 
 
 def _delete_run(store: Store, model_id: ModelId) -> None:
-    """Delete the rows of a run. A running engine unloads the run first."""
+    """Remove a run from the database. If an engine is running, wait until it has unloaded the run."""
     if store.is_peer_running():
         _unload(store, model_id)
 
@@ -213,7 +215,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
 
     def submit(tx: Session) -> None:
         row = models.get(tx, model_id)
-        if row is not None and row.status in _LIVE:
+        if row is not None and row.status in _LOADED_STATUSES:
             new = NewRequest(
                 key="",
                 kind=codec.get_kind(UnloadModel()),
@@ -227,7 +229,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
 
     store.write(submit)
     end = time.monotonic() + _UNLOAD_TIMEOUT_S
-    while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in _LIVE:
+    while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in _LOADED_STATUSES:
         if time.monotonic() > end:
             raise CommandError(
                 f"{model_id}: the running server did not unload the run within {_UNLOAD_TIMEOUT_S:.0f} s; "
@@ -302,16 +304,17 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
         if arguments.now:
             _claim_artifacts(store, arguments)
             paths = list(map(CheckpointPath.parse, arguments.path))
-            store.write(partial(_purge, paths=paths))
+            store.write(partial(_remove_checkpoints, paths=paths))
         else:
             change = partial(checkpoints.mark_deleted, now=time.time())
             paths = _change_all(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
-        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE_HINT}checkpoints undelete`")
 
 
-def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
+def _remove_checkpoints(tx: Session, paths: Sequence[CheckpointPath]) -> None:
+    """Remove checkpoints from the database. Raises CommandError if one of them does not exist."""
     for path in paths:
         if not checkpoints.delete(tx, path):
             raise CommandError(
@@ -376,10 +379,10 @@ def _change_all(
 
 
 def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
-    """Record that the artifacts belong to this database, if the data directory has no such record yet.
+    """Record that the weight files in the data directory belong to this database, unless there is a record already.
 
-    This must happen before rows are deleted. Without the record, a later command could not tell unused artifacts from
-    artifacts of another database.
+    This must happen before rows are removed. Without the record, a later command could not distinguish files that
+    this database no longer uses from files of another database.
     """
     artifacts = open_artifact_store(arguments)
     if not artifacts.is_remote and artifacts.read_identity() is None:
@@ -388,7 +391,7 @@ def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
 
 
 def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
-    """Collect the artifacts that no row refers to, unless an engine will do so. Returns a message for the user."""
+    """Collect the weight files that no row refers to, unless an engine will do so. Returns a message for the user."""
     artifacts = open_artifact_store(arguments)
     if artifacts.is_remote:  # an engine on another machine may be collecting them
         return "the server removes the unused files"
@@ -406,6 +409,6 @@ def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
     except StoreInUse:
         return "the running server removes the unused files"
     return (
-        f"removed {len(collected)} unused artifacts, checkpoints to the trash; the next start of the server removes "
-        "artifacts of the last ten minutes"
+        f"removed {len(collected)} unused artifacts (checkpoints were moved to the trash); artifacts of the last ten "
+        "minutes are removed after the next start of the server"
     )
