@@ -9,7 +9,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.constraints import TokenConstraint
 from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.contract.requests import SamplingParams
+from skyrl_tx.contract.requests import Constraint, SamplingParams
 from skyrl_tx.grammars.matcher import GrammarCompiler
 from skyrl_tx.store.database import Store
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 class RequestConstraint:
     """The compiled constraint of one request, which makes the constraints of its samples."""
 
-    def __init__(
-        self, compiler: GrammarCompiler, compiled: "Future[LLMatcher]", stops: Collection[int], field: str
-    ) -> None:
-        self.compiled = compiled
-        self._field = field
+    def __init__(self, compiler: GrammarCompiler, constraint: Constraint, stops: Collection[int], owner: str) -> None:
+        """Begin to compile a constraint of a request of an owner."""
+        self.compiled: Future[LLMatcher] = compiler.begin(constraint, owner)
+        self._field = constraint.field
+        self._owner = owner
         self._compiler = compiler
         self._stops = stops
         self._errors: list[UserError] = []
 
     def __call__(self) -> TokenConstraint:
         """Return the constraint of a new sample. Raises UserError if it cannot be compiled."""
-        return self._compiler.make_matcher(self.compiled.result(), self._stops, self._errors)
+        return self._compiler.make_matcher(self.compiled.result(), self._stops, self._owner, self._errors)
 
     def raise_error(self) -> None:
         """Raise a FieldError if the constraint cannot be compiled, or if a sample exceeded its limits."""
@@ -54,8 +54,8 @@ class Constraints:
         self._compiler: GrammarCompiler | None = None
         self._requests: dict[RequestId, RequestConstraint] = {}
 
-    def prepare(self, request_id: RequestId, params: SamplingParams) -> bool:
-        """Begin to compile the constraint of a request, and return whether the request can start.
+    def prepare(self, request_id: RequestId, owner: str, params: SamplingParams) -> bool:
+        """Begin to compile the constraint of a request of an owner, and return whether the request can start.
 
         The engine wakes when the constraint is compiled. Raises UserError if this has failed.
         """
@@ -72,7 +72,7 @@ class Constraints:
             stops = {*params.stop_token_ids, *(eos if params.eos_stops else ())}
             if not stops:
                 raise UserError("response_format: the model has no token that ends a sample; send stop_token_ids")
-            prepared = RequestConstraint(self._compiler, self._compiler.begin(constraint), stops, constraint.field)
+            prepared = RequestConstraint(self._compiler, constraint, stops, owner)
             prepared.compiled.add_done_callback(lambda _: self._store.wake())
             self._requests[request_id] = prepared
 

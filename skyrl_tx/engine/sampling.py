@@ -285,7 +285,7 @@ class SamplingExecutor:
     def _is_constraint_ready(self, queued: QueuedRequest) -> bool:
         """Whether the constraint of a head is compiled. If not, block its queue, or fail the request."""
         try:
-            if self._constraints.prepare(queued.request_id, get_sample(queued).params):
+            if self._constraints.prepare(queued.request_id, queued.owner, get_sample(queued).params):
                 return True
         except UserError as error:
             self._remove({queued.request_id})

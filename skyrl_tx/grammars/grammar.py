@@ -13,14 +13,17 @@ The library computes in Rust, without Python's interpreter lock, and its work is
 """
 
 import json
+import math
 import re
-import threading
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+import time
+from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint
+from skyrl_tx.grammars.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
@@ -35,6 +38,13 @@ _MAX_DEPTH = 64
 """How deep the objects and lists of a schema may be nested."""
 _MAX_PATTERN_CHARS = 8192
 """The maximum length of all regular expressions of a schema together."""
+_MAX_MULTIPLE = 10_000
+"""The largest sum and least common multiple of the values of `multipleOf`, as whole numbers without zeros at the end.
+
+The library makes a state for each remainder, which no limit of `make_limits` covers.
+"""
+_MAX_CHECK_S = 1.0
+"""How long a check may compute, because the limits of the library do not cover all of its work."""
 _MAX_REMEMBERED = 256
 _MAX_ERROR_CHARS = 500
 _SPACE = r"( |\n[ \t]{0,40})?"
@@ -54,8 +64,9 @@ _SOURCE_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
 _POSITION = re.compile(
     r"^(at )?\d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>|^lexer error: |^parser error: "
 )
-_compiling = threading.Lock()
-"""Held while a grammar is checked, so that checks use at most one processor."""
+_INNER_SCHEMA = re.compile(r"%json\s*")
+_checks = FairThreads(2, 1, "grammar-check")
+"""The threads for checks. An owner uses one of them, so checks of other owners need not wait."""
 
 
 def write_json_rule(schema: Mapping[str, object]) -> str:
@@ -125,16 +136,24 @@ def _get_bytes() -> "LLTokenizer":
     return LLTokenizer("byte")
 
 
-def check_constraint(constraint: Constraint, field: str) -> None:
+def check_constraint(constraint: Constraint, field: str, owner: str) -> None:
     """Raise FieldError if a client's constraint is malformed, too large, not supported or matches no text.
 
-    `field` is the field of the request that has the constraint. May take a fraction of a second.
+    `field` is the field of the request that has the constraint. A check may take a fraction of a
+    second, and waits for other checks of the same owner.
     """
     limit, size = _MAX_CHARS[constraint.kind], len(constraint.text)
     if size > limit:
         raise FieldError(f"{field}: has {size} characters, but must have at most {limit}", field)
+    _checks.submit(owner, partial(_check_text, constraint, field)).result()
+
+
+def _check_text(constraint: Constraint, field: str) -> None:
     if constraint.kind == "json_schema":
         _check_schema(json.loads(constraint.text), field)
+    elif constraint.kind == "grammar":
+        for match in _INNER_SCHEMA.finditer(constraint.text):
+            _check_schema(_read_json(constraint.text, match.end()), field)
     problem = _find_problem(constraint)
     if problem is not None:
         raise FieldError(f"{field}: {problem}", field)
@@ -145,15 +164,20 @@ def _find_problem(constraint: Constraint) -> str | None:
     """Compile a constraint and compute its first tokens. Returns why this failed, or None."""
     from llguidance import LLMatcher
 
-    with _compiling:
-        try:
-            grammar = write_grammar(constraint)
-        except ValueError as error:
-            return str(error)
-        matcher = LLMatcher(_get_bytes(), grammar, log_level=0, limits=make_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return clean_error(matcher.get_error()) if matcher.is_error() else None
+    began = time.thread_time()
+    try:
+        grammar = write_grammar(constraint)
+    except ValueError as error:
+        return str(error)
+    matcher = LLMatcher(_get_bytes(), grammar, log_level=0, limits=make_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        return clean_error(matcher.get_error())
+
+    if (seconds := time.thread_time() - began) > _MAX_CHECK_S:
+        return f"is too complex: its check took {seconds:.1f} s of computing, at most {_MAX_CHECK_S:g} s are allowed"
+    return None
 
 
 def clean_error(error: str) -> str:
@@ -168,7 +192,7 @@ def clean_error(error: str) -> str:
 
 def _check_schema(schema: object, field: str) -> None:
     """Raise FieldError if a schema is nested too deeply, or has keywords that the library would ignore."""
-    num_chars, level = 0, [(field, schema)]
+    num_chars, multiples, level = 0, set[Decimal](), [(field, schema)]
     for _ in range(_MAX_DEPTH):
         below: list[tuple[str, object]] = []
         for path, part in level:
@@ -182,6 +206,8 @@ def _check_schema(schema: object, field: str) -> None:
                 if keyword in _REFUSED and value not in (None, False):
                     raise FieldError(f"{where}: this server does not support the keyword", field)
                 num_chars += len(value) if keyword == "pattern" and isinstance(value, str) else 0
+                if keyword == "multipleOf" and isinstance(value, int | float) and value > 0:
+                    multiples.add(Decimal(repr(value + 0)))  # 1 for true
                 if keyword in _NAMED and isinstance(value, dict):
                     num_chars += sum(map(len, value)) if keyword == "patternProperties" else 0
                     below += [(f"{where}.{name}", inner) for name, inner in cast(dict[str, object], value).items()]
@@ -195,6 +221,32 @@ def _check_schema(schema: object, field: str) -> None:
         raise FieldError(
             f"{field}: its patterns have {num_chars} characters, but must have at most {_MAX_PATTERN_CHARS}", field
         )
+    if _sum_multiples(multiples) > _MAX_MULTIPLE:
+        raise FieldError(
+            f"{field}: its values of multipleOf, or their least common multiple, are too large; without zeros at the "
+            f"end, at most {_MAX_MULTIPLE} is supported",
+            field,
+        )
+
+
+def _sum_multiples(multiples: Collection[Decimal]) -> int:
+    """Return the sum or the least common multiple of `multipleOf` values, the larger one. See `_MAX_MULTIPLE`."""
+    parts = [value.normalize().as_tuple() for value in multiples if value.is_finite()]
+    total, common = 0, 1
+    for part in parts:
+        number = int("".join(map(str, part.digits)))
+        total, common = total + number, math.lcm(common, number)
+        if max(total, common) > 100 * _MAX_MULTIPLE:  # large enough, and a larger number takes long
+            break
+    return max(total, int(str(common).rstrip("0")))
+
+
+def _read_json(text: str, start: int) -> object:
+    """Return the JSON value at a position of a text, or None if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _as_list(value: object) -> Sequence[object]:

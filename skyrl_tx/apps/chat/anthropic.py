@@ -83,7 +83,9 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=_constrain(service, request, prompt, add_stop_token(params, service.text.eos_token_id)),
+        params=_constrain(
+            service, call.caller.owner, request, prompt, add_stop_token(params, service.text.eos_token_id)
+        ),
         is_streamed=bool(request.stream),
         delimiters=prompt.delimiters,
         kind=sessions.ANTHROPIC,
@@ -95,7 +97,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
 
 
 def _constrain(
-    service: ChatService, request: MessagesRequest, prompt: ChatPrompt, params: SamplingParams
+    service: ChatService, owner: str, request: MessagesRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
     """Add the constraint of `tool_choice` or `output_config.format`, if there is one."""
     choice, tools = request.tool_choice, request.tools or []
@@ -105,8 +107,8 @@ def _constrain(
             return params
         is_schema = form.type == "json_schema"
         require(is_schema, f"{field}.type {quote_value(form.type)}: must be 'json_schema'", field=f"{field}.type")
-        content = constraints.read_schema(form.schema_, f"{field}.schema")
-        reply = constraints.ReplyConstraint(service, prompt).constrain_content(content)
+        content = constraints.read_schema(form.schema_, f"{field}.schema", owner)
+        reply = constraints.ReplyConstraint(service, prompt, owner).constrain_content(content)
         return constraints.add_constraint(service, params, reply, field)
 
     # The calls that must be made
@@ -118,7 +120,7 @@ def _constrain(
     chosen = [index for index, tool in enumerate(tools) if named in (None, tool.name)]
     missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
     require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
-    calls = constraints.ReplyConstraint(service, prompt).require_calls(
+    calls = constraints.ReplyConstraint(service, prompt, owner).require_calls(
         prompts.convert_anthropic_tools([tools[index] for index in chosen]),
         [f"tools[{index}].input_schema" for index in chosen],
         has_one_call=named is not None or bool(choice.disable_parallel_tool_use),

@@ -77,8 +77,8 @@ class GrammarWriter:
 class Tools:
     """The tools of a request that the model may call."""
 
-    def __init__(self, tools: Sequence[Mapping[str, object]], where: Sequence[str]) -> None:
-        """Check the schemas of the tools. `where` has the field of the schema of each tool.
+    def __init__(self, tools: Sequence[Mapping[str, object]], where: Sequence[str], owner: str) -> None:
+        """Check the schemas of the tools of an owner. `where` has the field of the schema of each tool.
 
         Raises FieldError if a schema is not supported.
         """
@@ -87,7 +87,7 @@ class Tools:
             function = cast(Mapping[str, object], tool["function"])
             parameters = cast(Schema, function.get("parameters") or {})
             schema = {"type": "object", **parameters}
-            check_constraint(Constraint(kind="json_schema", text=json.dumps(schema)), field)
+            check_constraint(Constraint(kind="json_schema", text=json.dumps(schema)), field, owner)
             self._tools.append((str(function["name"]), schema, field))
 
     def __iter__(self) -> Iterator[tuple[str, Schema, str]]:

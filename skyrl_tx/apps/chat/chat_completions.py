@@ -51,6 +51,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         field="continue_final_message",
     )
 
+    params = add_stop_token(params, service.text.eos_token_id)
     messages = request.messages
     choice = request.tool_choice
     prompt = prompts.render_prompt(
@@ -66,7 +67,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=_constrain(service, request, prompt, add_stop_token(params, service.text.eos_token_id)),
+        params=_constrain(service, call.caller.owner, request, prompt, params),
         options=PromptOptions(
             logprobs=request.prompt_logprobs is not None, topk=prompt_top, sample_topk=top if request.logprobs else 0
         ),
@@ -83,14 +84,16 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
 
 
 def _constrain(
-    service: ChatService, request: ChatCompletionRequest, prompt: ChatPrompt, params: SamplingParams
+    service: ChatService, owner: str, request: ChatCompletionRequest, prompt: ChatPrompt, params: SamplingParams
 ) -> SamplingParams:
     """Add the constraint of `tool_choice`, `response_format` or `structured_outputs`, if there is one."""
-    content = constraints.read_constraint(request.response_format, request.structured_outputs)
+    content = constraints.read_constraint(request.response_format, request.structured_outputs, owner)
     field = "response_format" if request.structured_outputs is None else "structured_outputs"
     choice, tools = request.tool_choice, request.tools or []
     if choice in (None, "auto", "none"):
-        reply = None if content is None else constraints.ReplyConstraint(service, prompt).constrain_content(content)
+        reply = (
+            None if content is None else constraints.ReplyConstraint(service, prompt, owner).constrain_content(content)
+        )
         return constraints.add_constraint(service, params, reply, field)
 
     # The calls that must be made
@@ -99,7 +102,7 @@ def _constrain(
     chosen = [index for index, tool in enumerate(tools) if named in (None, tool.function.name)]
     missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
     require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
-    calls = constraints.ReplyConstraint(service, prompt).require_calls(
+    calls = constraints.ReplyConstraint(service, prompt, owner).require_calls(
         [tools[index].original for index in chosen],
         [f"tools[{index}].function.parameters" for index in chosen],
         has_one_call=named is not None or request.parallel_tool_calls is False,

@@ -59,7 +59,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
     params = schemas.convert_openai_fields(request, max_tokens or 1, "max_tokens")
     params = add_stop_token(params, service.text.eos_token_id)
-    constraint = constraints.read_constraint(request.response_format, request.structured_outputs)
+    constraint = constraints.read_constraint(request.response_format, request.structured_outputs, call.caller.owner)
     field = "response_format" if request.structured_outputs is None else "structured_outputs"
     params = constraints.add_constraint(service, params, constraint, field)
     num_samples = schemas.check_num_samples(request.n)

@@ -21,12 +21,12 @@ _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar"
 _MAX_CHOICES = 1000
 
 
-def read_constraint(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
-    """Return the constraint of `response_format` or `structured_outputs`, or None.
+def read_constraint(form: ResponseFormat | None, outputs: StructuredOutputs | None, owner: str) -> Constraint | None:
+    """Return the constraint of `response_format` or `structured_outputs` of an owner's request, or None.
 
     Raises FieldError for a constraint that is malformed, too large or not supported.
     """
-    constraint = None if form is None else _read_format(form)
+    constraint = None if form is None else _read_format(form, owner)
     given = {} if outputs is None else {name: value for name, value in outputs.list_given() if value is not None}
     if not given:
         return constraint
@@ -40,7 +40,7 @@ def read_constraint(form: ResponseFormat | None, outputs: StructuredOutputs | No
     if name == "json_object":
         return Constraint(kind="json_schema", text=json.dumps(_ANY_OBJECT)) if value else None
     if name == "json":
-        return read_schema(value, field)
+        return read_schema(value, field, owner)
 
     # A regular expression, a grammar, or a list of texts
     if isinstance(value, list):
@@ -49,11 +49,11 @@ def read_constraint(form: ResponseFormat | None, outputs: StructuredOutputs | No
         require(is_valid, f"{field}: must have 1 to {_MAX_CHOICES} texts that are not empty", field=field)
         value = json.dumps(choices)
     constraint = Constraint(kind=_KINDS[name], text=str(value))
-    check_constraint(constraint, field)
+    check_constraint(constraint, field, owner)
     return constraint
 
 
-def _read_format(form: ResponseFormat) -> Constraint | None:
+def _read_format(form: ResponseFormat, owner: str) -> Constraint | None:
     """Return the constraint of `response_format`."""
     match form.type:
         case "text":
@@ -67,7 +67,7 @@ def _read_format(form: ResponseFormat) -> Constraint | None:
             given = form.json_schema
             require(given is not None, "response_format.json_schema: missing", field="response_format.json_schema")
             schema = None if given is None else given.schema_
-            return read_schema(_ANY_OBJECT if schema is None else schema, field)
+            return read_schema(_ANY_OBJECT if schema is None else schema, field, owner)
 
         case _:
             raise FieldError(
@@ -76,8 +76,8 @@ def _read_format(form: ResponseFormat) -> Constraint | None:
             )
 
 
-def read_schema(schema: object, field: str) -> Constraint:
-    """Return the constraint of a JSON schema, which is an object or its text.
+def read_schema(schema: object, field: str, owner: str) -> Constraint:
+    """Return the constraint of a JSON schema, which is an object or its text, in a request of an owner.
 
     Raises FieldError, which names `field`, if the schema is malformed, too large or not supported.
     """
@@ -88,7 +88,7 @@ def read_schema(schema: object, field: str) -> Constraint:
         raise FieldError(f"{field}: is not valid JSON: {error}", field) from error
     require(isinstance(value, dict), f"{field} {quote_value(value)}: must be a JSON object", field=field)
     constraint = Constraint(kind="json_schema", text=text)
-    check_constraint(constraint, field)
+    check_constraint(constraint, field, owner)
     return constraint
 
 
@@ -118,10 +118,11 @@ def add_constraint(
 
 
 class ReplyConstraint:
-    """Makes the constraint of the reply to a chat prompt, which may begin with reasoning."""
+    """Makes the constraint of the reply to an owner's chat prompt, which may begin with reasoning."""
 
-    def __init__(self, service: ChatService, prompt: ChatPrompt) -> None:
+    def __init__(self, service: ChatService, prompt: ChatPrompt, owner: str) -> None:
         self._prompt = prompt
+        self._owner = owner
         self._template = service.text.template.source
         self._writer = GrammarWriter(service.text.tokenizer.token_to_id)
         names = [name for name, form in FORMATS.items() if form is prompt.form]
@@ -153,7 +154,8 @@ class ReplyConstraint:
             "use 'auto'",
             field="tool_choice",
         )
-        calls = write_calls(self._writer, self._form, Tools(tools, where), self._template, has_one_call=has_one_call)
+        checked = Tools(tools, where, self._owner)
+        calls = write_calls(self._writer, self._form, checked, self._template, has_one_call=has_one_call)
         return Constraint(kind="lark", text=self._writer.join(f"{self._write_start(is_call=True)} {calls}".strip()))
 
     def _write_start(self, *, is_call: bool) -> str:

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 
 from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.requests import Constraint
+from skyrl_tx.grammars import grammar
 from skyrl_tx.grammars.grammar import check_constraint
 from skyrl_tx.grammars.matcher import GrammarCompiler, TextMatcher
 from tests.support.child_process import run_in_own_process
@@ -22,6 +24,7 @@ TEXT = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer.from_str(TEXT)
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 EOS, OTHER = TOKENIZER.token_to_id("<|im_end|>"), TOKENIZER.token_to_id("<|endoftext|>")
+OWNER = "ann"
 MAX_CHECK_S = 5.0
 """A check of the largest hostile grammar may take this long on a busy machine; it is usually below 0.3 s."""
 
@@ -34,8 +37,8 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def start(compiler: GrammarCompiler, kind: str, text: str, errors: list[UserError] | None = None) -> TextMatcher:
-    compiled = compiler.begin(Constraint(kind=kind, text=text)).result()
-    return compiler.make_matcher(compiled, (OTHER,), [] if errors is None else errors)
+    compiled = compiler.begin(Constraint(kind=kind, text=text), OWNER).result()
+    return compiler.make_matcher(compiled, (OTHER,), OWNER, [] if errors is None else errors)
 
 
 def encode(text: str) -> list[int]:
@@ -61,8 +64,8 @@ def test_only_continuations_of_the_text_are_allowed_and_stops_at_its_end(compile
 
 
 def test_samples_of_a_request_are_independent(compiler: GrammarCompiler) -> None:
-    compiled = compiler.begin(Constraint(kind="regex", text="[ab]c")).result()
-    first, second = (compiler.make_matcher(compiled, (EOS,), []) for _ in range(2))
+    compiled = compiler.begin(Constraint(kind="regex", text="[ab]c"), OWNER).result()
+    first, second = (compiler.make_matcher(compiled, (EOS,), OWNER, []) for _ in range(2))
     before = list_allowed(second)
     first.accept(TOKENIZER.token_to_id("a"))
     assert list_allowed(second) == before != list_allowed(first)
@@ -88,13 +91,22 @@ def test_a_grammar_that_becomes_too_complex_stops_its_sample_only(
     assert allowed == {OTHER}
 
 
+def test_a_token_that_takes_too_long_stops_its_sample(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tx.grammars.matcher._MAX_TOKEN_S", 0.0)
+    errors: list[UserError] = []
+    assert list_allowed(start(compiler, "regex", "[ab]*", errors)) == {OTHER}
+    assert ["a token took" in error.message for error in errors] == [True]
+
+
 def test_a_model_without_tokenizer_is_named() -> None:
     def fail() -> str:
         raise UserError("no tokenizer")
 
     compiler = GrammarCompiler(fail, VOCAB_SIZE, (EOS,))
     with pytest.raises(UserError, match="no tokenizer"):
-        compiler.begin(Constraint(kind="regex", text="a")).result()
+        compiler.begin(Constraint(kind="regex", text="a"), OWNER).result()
     compiler.close()
 
 
@@ -120,6 +132,9 @@ HOSTILE = {
     "rules": ("grammar", make_chain(500)),
     "groups": ("grammar", "root ::= " + "(" * 8000 + '"a"' + ")" * 8000),
     "ambiguous": ("grammar", 'start: e\ne: e e | e e e | "a" | ""'),
+    "remainders": ("json_schema", '{"type": "integer", "multipleOf": 3000017}'),
+    "common remainders": ("json_schema", '{"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 0.83}]}'),
+    "inner remainders": ("grammar", 'start: "a" %json {"type": "integer", "multipleOf": 3000017}'),
     "long repeat": ("grammar", 'start: "a"{1000000}'),
 }
 
@@ -141,7 +156,7 @@ def test_a_hostile_grammar_is_checked_soon_while_other_threads_run(name: str) ->
     thread.start()
     began = time.monotonic()
     try:
-        check_constraint(Constraint(kind=kind, text=text), "regex")
+        check_constraint(Constraint(kind=kind, text=text), "regex", OWNER)
     except FieldError as error:
         assert error.field == "regex"
         assert len(error.message) <= 600
@@ -150,6 +165,53 @@ def test_a_hostile_grammar_is_checked_soon_while_other_threads_run(name: str) ->
         thread.join()
     assert time.monotonic() - began < MAX_CHECK_S
     assert max(pauses) < MAX_CHECK_S / 5
+
+
+@pytest.mark.parametrize(
+    ("values", "is_supported"),
+    [
+        ([0.01, 0.1, 0.25, 5, 10, 12, 1000, 1e6], True),
+        ([7, 9973], False),
+        ([9999], True),
+        ([10001], False),
+        ([10001e-7], False),
+        ([97, 89, 83], False),
+    ],
+)
+def test_large_values_of_multiple_of_are_refused(values: list[float], is_supported: bool) -> None:
+    parts = {f"p{n}": {"type": "number", "multipleOf": value} for n, value in enumerate(values)}
+    constraint = Constraint(kind="json_schema", text=json.dumps({"properties": parts}))
+    if is_supported:
+        check_constraint(constraint, "schema", OWNER)
+    else:
+        with pytest.raises(FieldError, match="schema: its values of multipleOf"):
+            check_constraint(constraint, "schema", OWNER)
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_tx.grammars.grammar._MAX_CHECK_S", 0.0)
+    with pytest.raises(FieldError, match="field: is too complex"):
+        check_constraint(Constraint(kind="regex", text="a grammar of this test alone"), "field", OWNER)
+
+
+def test_a_slow_check_does_not_delay_checks_of_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, is_over = grammar.write_grammar, threading.Event()
+
+    def write_slowly(constraint: Constraint) -> str:
+        assert not constraint.text.startswith("slow") or is_over.wait(60)
+        return write(constraint)
+
+    monkeypatch.setattr(grammar, "write_grammar", write_slowly)
+    with ThreadPoolExecutor() as pool:
+        slow = [
+            pool.submit(check_constraint, Constraint(kind="regex", text=f"slow {n}"), "regex", "ann") for n in range(4)
+        ]
+        try:
+            check_constraint(Constraint(kind="regex", text="a text of this test alone"), "regex", "bob")
+            assert not any(future.done() for future in slow)
+        finally:
+            is_over.set()
+        assert [future.result(60) for future in slow] == [None] * 4
 
 
 def check_imports(_: Path) -> None:

@@ -82,7 +82,7 @@ CALLS = {
 def write(form: str, template: str, tools: list[dict[str, Any]] = TOOLS, *, has_one_call: bool = False) -> str:
     writer = GrammarWriter(TOKENIZER.token_to_id)
     fields = [f"tools[{index}].function.parameters" for index in range(len(tools))]
-    calls = write_calls(writer, form, Tools(tools, fields), template, has_one_call=has_one_call)
+    calls = write_calls(writer, form, Tools(tools, fields, "ann"), template, has_one_call=has_one_call)
     return writer.join(calls)
 
 
@@ -101,7 +101,7 @@ def test_a_form_without_a_grammar_refuses_forced_calls_by_name() -> None:
     form = next(name for name, form in FORMATS.items() if not form.has_calls)
     text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=TOKENIZER)
     prompt = ChatPrompt("", [], FORMATS[form], TOOLS)
-    constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt)
+    constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt, "ann")
     with pytest.raises(FieldError, match=f"in the format of this model, {form}; use 'auto'") as caught:
         constraint.require_calls(TOOLS, ["tools[0]", "tools[1]"], has_one_call=False)
     assert caught.value.field == "tool_choice"
@@ -146,7 +146,7 @@ def test_the_mark_of_deepseek_v32_may_be_a_token() -> None:
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.add_special_tokens(["｜DSML｜"])
     writer = GrammarWriter(tokenizer.token_to_id)
-    tools = Tools(TOOLS, ["tools[0].function.parameters", "tools[1].function.parameters"])
+    tools = Tools(TOOLS, ["tools[0].function.parameters", "tools[1].function.parameters"], "ann")
     grammar = writer.join(write_calls(writer, "deepseek_v32", tools, "", has_one_call=False))
     library = LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size())
 
