@@ -7,6 +7,7 @@ The program exits with 1 if Bob's 95th percentile is longer than the target of a
 
 import argparse
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_server import LiveServer
 from tests.support.postgresql_server import PostgresqlServer
 from tests.support.s3_server import variables
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 CONTROL_S, DATA_S = 0.25, 1.0
 """Targets: how much longer Bob's calls may take beside lists and text, and beside bodies and results of 64 MiB."""
@@ -47,12 +49,19 @@ SETTLE_S = 3.0
 """Time between Ann's first calls and the first call of Bob that is measured."""
 WEIGHTS = "weights urls, silent store"
 UPLOAD = {"base_model": "fake", "lora_config": {"rank": 8}}
+CONTEXT = 2**20
+"""The longest prompt, so that a text of 4 MiB fits."""
+COUNTER = "00000000"
+CHAT = "/v1/chat/completions"
 STREAM = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The calls of Ann. With `is_stalled`, her clients do not read the responses."""
+    """The calls of Ann. With `is_stalled`, her clients do not read the responses.
+
+    `COUNTER` in the body is another number in each call.
+    """
 
     name: str
     limit_s: float
@@ -63,6 +72,10 @@ class Load:
     """Adds a prompt of this many tokens to the body."""
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     is_stalled: bool = False
+    is_refused: bool = False
+    """Whether the server refuses the calls with 400. Otherwise a call that is refused is an error."""
+    has_grammar: bool = False
+    """Whether Bob also sends samples with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +162,7 @@ def list_loads(fixture: Fixture) -> list[Load]:
     api, run = "/api/v1", f"/api/v1/training_runs/{fixture.run_id}"
     poll, poll_path = {"request_id": fixture.request_id}, f"{api}/retrieve_future"
     sample = {"base_model": "fake", "num_samples": 1, "sampling_params": {}}
-    text = {"model": "fake", "prompt": "a" * 4 * 2**20, "max_tokens": 4}
+    text = {"model": "fake", "prompt": " people" * (4 * 2**20 // 7), "max_tokens": 4}  # one token per word
     chart = f"/console/data/training_runs/{fixture.run_id}/curves"
 
     # Lists, pages, streams and text
@@ -174,34 +187,66 @@ def list_loads(fixture: Fixture) -> list[Load]:
         Load("result, unread", DATA_S, 16, poll_path, poll, is_stalled=True),
         Load("sample, 64 MiB of JSON", DATA_S, 4, f"{api}/asample", sample, num_numbers=16 * 2**20),
     ]
-    return [*control, *data, Load("text of 4 MiB", CONTROL_S, 4, "/v1/completions", text)]
+    rows = [*control, *data, *list_grammar_loads()]
+    return [*rows, Load("text of 4 MiB", CONTROL_S, 4, "/v1/completions", text)]
+
+
+def list_grammar_loads() -> list[Load]:
+    """Return calls whose samples are constrained by grammars that are large, or take long to compute."""
+    names = [f"value-{number:052d}" for number in range(1024)]
+    properties = {f"p{number}": {"type": "string", "format": "date-time"} for number in range(1000)}
+    remainders = {f"p{number}": {"type": "integer", "multipleOf": 997 + number} for number in range(300)}
+    ambiguous = "root ::= s\ns ::= " + " | ".join(f's s "{number}"' for number in range(800)) + f' | "{COUNTER}"'
+
+    def constrain(name: str, *, is_refused: bool = False, **fields: object) -> Load:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **fields}
+        return Load(name, CONTROL_S, 16, CHAT, body, is_refused=is_refused, has_grammar=True)
+
+    def follow(schema: Mapping[str, object]) -> Mapping[str, object]:
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+    return [
+        constrain("grammar, none"),  # for comparison
+        constrain("grammar, equal enums", response_format=follow({"enum": names})),
+        constrain("grammar, enums", response_format=follow({"enum": [COUNTER, *names]})),
+        constrain("grammar, properties", response_format=follow({"title": COUNTER, "properties": properties})),
+        constrain(
+            "grammar, multiples", response_format=follow({"title": COUNTER, "properties": remainders}), is_refused=True
+        ),
+        constrain("grammar, regex", structured_outputs={"regex": f"{'[a-z]{1,30}|' * 680}{COUNTER}"}),
+        constrain("grammar, ambiguous", structured_outputs={"grammar": ambiguous}, is_refused=True),
+    ]
 
 
 def run_load(url: str, key: str, cookie: str, load: Load, sent: Semaphore, stop: Event) -> None:
     """Make Ann's calls on all connections until `stop` is set. Runs in a separate process.
 
-    `sent` is released for each call.
+    `sent` is released for each call. Raises RuntimeError if the server gave an unexpected response.
     """
     body = None if load.body is None else dict(load.body)
     if load.num_numbers and body is not None:
         body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [7] * load.num_numbers}]}
     content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
     headers = {"X-API-Key": key, "Cookie": cookie, "Content-Type": "application/json", **load.headers}
+    expected = {400 if load.is_refused else 200, 408, 429, 503}
+    counter, problems = itertools.count(10_000_000), list[str]()
 
     def call_repeatedly() -> None:
         while not stop.is_set():
             connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
             try:
                 while not stop.is_set():
-                    connection.request("GET" if content is None else "POST", load.path, content, headers)
+                    sending = content and content.replace(COUNTER.encode(), str(next(counter)).encode())
+                    connection.request("GET" if content is None else "POST", load.path, sending, headers)
                     sent.release()
                     if load.is_stalled:
                         stop.wait()
                         return
 
                     response = connection.getresponse()
-                    if response.status not in (200, 400, 408, 429, 503):
-                        raise RuntimeError(f"{load.path}: {response.status} {response.read(300)!r}")
+                    if response.status not in expected:
+                        problems.append(f"{load.name}: {response.status} {response.read(300)!r}")
+                        return
                     while response.read(2**18):
                         pass
             except (OSError, http.client.HTTPException):
@@ -213,6 +258,8 @@ def run_load(url: str, key: str, cookie: str, load: Load, sent: Semaphore, stop:
     for thread in threads:
         thread.start()
     stop.wait()
+    if problems:
+        raise RuntimeError(problems[0])
 
 
 class Bob:
@@ -222,6 +269,7 @@ class Bob:
         self._host = url.removeprefix("http://")
         self._headers = {"X-API-Key": key, "Content-Type": "application/json"}
         self._connection = http.client.HTTPConnection(self._host, timeout=120)
+        self._numbers = itertools.count()
         self._session = self._post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
 
     def beat(self) -> None:
@@ -235,6 +283,16 @@ class Bob:
         request_id = self._post("asample", **sample)["request_id"]
         while self._post("retrieve_future", request_id=request_id).get("type") == "try_again":
             pass
+
+    def sample_by_grammar(self) -> None:
+        """Sample a token by a regular expression. More tokens would take a round each."""
+        grammar = {"regex": f"[a-z]{{3}}{next(self._numbers)}"}
+        body = {"model": "fake", "prompt": "Hello", "max_tokens": 1, "structured_outputs": grammar}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), self._headers)
+        response = self._connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"grammar of Bob: {response.status} {text[:300]!r}")
 
     def stream(self) -> None:
         """Read the first token of a stream. It takes as long as the whole stream if Bob gets no place."""
@@ -253,9 +311,10 @@ class Bob:
         return json.loads(text)
 
 
-def measure(bob: Bob, seconds: float, *, with_samples: bool) -> dict[str, list[float]]:
+def measure(bob: Bob, seconds: float, *, with_samples: bool, with_grammar: bool = False) -> dict[str, list[float]]:
     """Return the times of Bob's calls, by kind."""
     calls = {"heartbeat": bob.beat} | ({"sample": bob.sample} if with_samples else {})
+    calls |= {"sample, grammar": bob.sample_by_grammar} if with_grammar else {}
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.monotonic() + seconds
     while time.monotonic() < end or not all(times.values()):
@@ -284,6 +343,9 @@ def calling(url: str, key: str, cookie: str, load: Load) -> Generator[None]:
         stop.set()
         process.join(10)
         process.kill()
+
+    if process.exitcode == 1:
+        raise RuntimeError(f"{load.name}: a call failed, see above")
 
 
 def log_in(url: str, key: str) -> str:
@@ -317,19 +379,22 @@ def run(database: str, url: str | None, seconds: float, only: Sequence[str]) -> 
     with tempfile.TemporaryDirectory() as name, silent_object_store() as object_store:
         directory, flags = Path(name), ["--base-model", "fake", "--backend", "fake"]
         flags += [] if url is None else ["--database-url", url]
-        flags += ["--tokenizer-id", str(write_tiny_model(directory / "tokenizer"))]
+        model = write_tiny_model(directory / "tokenizer")
+        flags += ["--tokenizer-id", str(model), "--tool-parser", "hermes"]
+        flags += ["--backend-config.tokenizer-file", str(model / "tokenizer.json")]
+        flags += ["--backend-config.vocab-size", str(VOCAB_SIZE), "--backend-config.max-context-length", str(CONTEXT)]
         with closing(Store.open(directory / "data", role="tool", url=url)) as store:
             fixture = fill(store)
         loads = [load for load in list_loads(fixture) if not only or any(word in load.name for word in only)]
 
         with LiveServer(directory / "data", flags=flags) as server:
             bob, cookie = Bob(server.url, fixture.bob), log_in(server.url, fixture.ann)
-            alone = measure(bob, seconds, with_samples=True)
+            alone = measure(bob, seconds, with_samples=True, with_grammar=True)
             for load in loads:
                 if load.name == WEIGHTS:
                     continue
                 with calling(server.url, fixture.ann, cookie, load):
-                    beside = measure(bob, seconds, with_samples=True)
+                    beside = measure(bob, seconds, with_samples=True, with_grammar=load.has_grammar)
                     if load.is_stalled and load.body is STREAM:
                         started = time.perf_counter()
                         bob.stream()
