@@ -58,7 +58,7 @@ class FairThreads:
                     self._num_threads -= 1
                     return
 
-                # The next turn of this owner comes after those of the others
+                # Put the owner behind all other owners
                 queue = self._waiting.pop(owner)
                 future, work = queue.popleft()
                 if queue:
