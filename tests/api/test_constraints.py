@@ -28,7 +28,9 @@ MAX_TOKENS = 80
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, tool_parser="hermes") as stack:
+    with live_stack(
+        "fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, constrains=True, tool_parser="hermes"
+    ) as stack:
         yield stack
 
 

@@ -65,7 +65,7 @@ def test_a_restarted_engine_draws_the_same_tokens(tmp_path: Path, monkeypatch: p
     has_drawn = threading.Event()
 
     def make_backend(delay_s: float = 0.0) -> FakeBackend:
-        _, backend = small_backend("fake", tmp_path, delay_s)
+        _, backend = small_backend("fake", tmp_path, delay_s, constrains=True)
         assert isinstance(backend, FakeBackend)
         return backend
 

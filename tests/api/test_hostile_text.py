@@ -145,7 +145,13 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with (
         adapters_in_process(),
         live_stack(
-            "fake", directory, retrieve_hold_s=0.1, database_url=url, has_tokenizer=True, tool_parser="hermes"
+            "fake",
+            directory,
+            retrieve_hold_s=0.1,
+            database_url=url,
+            has_tokenizer=True,
+            constrains=True,
+            tool_parser="hermes",
         ) as stack,
     ):
         yield stack.server

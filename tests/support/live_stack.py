@@ -48,15 +48,17 @@ class LiveStack:
         return self.server.url
 
 
-def small_backend(name: str, directory: Path, token_delay_s: float = 0.0) -> tuple[str, AbstractBackend]:
+def small_backend(
+    name: str, directory: Path, token_delay_s: float = 0.0, *, constrains: bool = False
+) -> tuple[str, AbstractBackend]:
     """Create a backend with the sizes above; return its base model and the backend.
 
-    The fake backend has the tokenizer of the tiny model. With `token_delay_s` it samples one token
-    per step, after that delay.
+    With `token_delay_s` the fake backend samples one token per step, after that delay. With
+    `constrains` it has the tokenizer of the tiny model, which samples with a constraint need.
     """
     if name == "fake":
         sizes = {"vocab_size": VOCAB_SIZE, "max_context_length": CONTEXT, "max_lora_rank": MAX_RANK}
-        config = FakeConfig(**sizes, tokenizer_file=PACKAGED / "tokenizer.json")
+        config = FakeConfig(**sizes, tokenizer_file=PACKAGED / "tokenizer.json" if constrains else None)
         if token_delay_s:
             config = config.model_copy(update={"slice_tokens": 1, "step_delay_s": token_delay_s})
         return "fake", FakeBackend("fake", config)
@@ -85,6 +87,7 @@ def live_stack(
     retrieve_hold_s: float = 30.0,
     failed_key_limit: int = 20,
     has_tokenizer: bool = False,
+    constrains: bool = False,
     max_streams: int = 64,
     tool_parser: Literal["auto", "harmony", "hermes", "none"] = "auto",
     prices: Prices | None = None,
@@ -93,9 +96,10 @@ def live_stack(
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left.
 
-    `has_tokenizer`: the API has the tokenizer of the tiny model with the fake backend too.
+    `has_tokenizer`: with the fake backend, the API has the tokenizer of the tiny model.
+    `constrains`: the fake backend has it too, so that it can constrain samples.
     """
-    base_model, backend = small_backend(backend_name, directory, token_delay_s)
+    base_model, backend = small_backend(backend_name, directory, token_delay_s, constrains=constrains)
     data_dir, recorder = directory / "data", RecordingMiddleware()
     data_dir.mkdir(mode=0o700)
     tokenizer = str(write_tiny_model(directory / "tokenizer")) if has_tokenizer and backend_name == "fake" else None
