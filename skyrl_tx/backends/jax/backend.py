@@ -212,21 +212,14 @@ class JaxBackend(AbstractBackend):
         Returns the runner of sampling programs, and the training programs if an accelerator compiles
         the usual ones before the server is ready.
         """
-        # The weights must fit.
         plan, is_cpu = self._plan, mesh.get_platform(layout) == "cpu"
         plan.check_weights_fit()
         shapes = make_param_shapes(models.describe_params(self._model), layout, plan.kernels, self._dtype)
         if is_cpu and not devices.is_distributed():
             check_weights_fit(shapes)
-        # Likely programs of training
+
         if config.compile_threads:
             self._compiler = Compiler(config.compile_threads, self._compilation)
-        if self._compiler is not None and not layout.is_sharded:
-            programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
-            sizes = MicroBatchShapes.from_plan(plan.passes, config, programs.layout, plan.shares_prefixes)
-            programs.start(sizes, config.compile_cache_dir)
-
-        # Usual programs. A CPU compiles none of sampling now, because its cores are needed to compute.
         runner = ModelRunner(
             shapes,
             self._model,
@@ -236,7 +229,18 @@ class JaxBackend(AbstractBackend):
             pool_rank=plan.pool_rank,
             compiler=None if is_cpu and layout.is_sharded else self._compiler,
         )
-        usual = self._training_programs if config.warmup and not is_cpu else None
+        if self._compiler is None or layout.is_sharded:
+            return runner, None
+
+        # Likely programs
+        programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
+        sizes = MicroBatchShapes.from_plan(plan.passes, config, programs.layout, plan.shares_prefixes)
+        if is_cpu:
+            runner.queue_first_samples(sizes.rank)
+        programs.start(sizes, config.compile_cache_dir)
+
+        # Usual programs. A CPU compiles none of them now, because its cores are needed to compute.
+        usual = programs if config.warmup and not is_cpu else None
         if usual is not None:
             usual.queue_usual()
             runner.queue_usual()

@@ -21,17 +21,20 @@ from skyrl_tx.backends.jax.devices import fetch, is_distributed
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
+from skyrl_tx.backends.jax.sample.compared_rows import ComparedRows
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
 from skyrl_tx.backends.jax.sample.logit_adjustment import make_adjustment
+from skyrl_tx.backends.jax.sample.program_shapes import FIRST_ROWS, ProgramShapes
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_block_table, make_draw_params
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_draw_params
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
 from skyrl_tx.backends.jax.sample.slice_parts import PlannedPart, SliceDivider, estimate_compilation_cost
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, make_noise
 from skyrl_tx.backends.jax.shapes import (
+    FIRST_CHUNK,
     MAX_PROMPTS_TOGETHER,
     PrefillShapes,
     SampleMemory,
@@ -46,9 +49,6 @@ from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache
 from skyrl_tx.layers.kv_cache import MIN_SEGMENT_SIZE
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig, describe_cache, make_empty_cache
-
-FIRST_ROWS = 8
-"""How many first tokens one call draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,7 @@ class ModelRunner:
         self._divider = SliceDivider(self._counts, self._choose_read_length, compiler, self._make_rows_program, cost)
 
         # The inputs of slices and the cache.
-        self._inputs, self._adjusted_inputs = (
-            RowInputs(config.decode_slice_tokens),
-            RowInputs(config.decode_slice_tokens),
-        )
+        self._inputs, self._adjusted_inputs = (RowInputs(config.decode_slice_tokens) for _ in range(2))
         self._last_R = programs.make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the previous slice is read."""
@@ -152,8 +149,9 @@ class ModelRunner:
             with programs.detect_loss(self.cache):
                 self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
 
-    def _make_table(self, tables: list[BlockTableRow | None]) -> BlockTable:
-        return make_block_table(tables, self.memory.table_pages)
+    @property
+    def _shapes(self) -> ProgramShapes:
+        return ProgramShapes(self._params, self._model, self._config, self.memory, self.cache)
 
     # Prompts
 
@@ -203,7 +201,7 @@ class ModelRunner:
                 start_B,
                 last_B,
                 self.cache,
-                self._make_table(tables),
+                self._shapes.make_table(tables),
             )
 
         for row, chunk in zip(rows, chunks, strict=True):
@@ -220,6 +218,7 @@ class ModelRunner:
         """
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
         pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
+        self._wait_for_program("first token", pool is not None)
         logits_1V = programs.compute_first_logits(self._params, pool, np.int32(adapter), last_hidden)
         raw_logits = [logits_1V] if samples[0].reports_raw and samples[0].adjuster is not None else []
         if (adjuster := samples[0].adjuster) is not None:  # the first tokens of all samples have the same adjustment
@@ -267,7 +266,9 @@ class ModelRunner:
 
     def _make_row_counts(self) -> RowCounts:
         if self._is_single_cpu:
-            return RowCounts.for_single_cpu(self.memory.num_slots, self._decode_random_rows)
+            directory, setup = self._config.compile_cache_dir, (self._model, self._params.kernels, self._config)
+            compared = None if directory is None else ComparedRows(directory, *setup, self._params.embed.dtype.name)
+            return RowCounts.for_single_cpu(self.memory.num_slots, self._decode_random_rows, compared)
         if self._merges:
             return RowCounts.for_accelerators(
                 self.memory.num_rows, self._num_shards, count_replicas(self._params.layout)
@@ -315,22 +316,9 @@ class ModelRunner:
         self._by_layer = self._by_layer or programs.by_layer(self._params, self._model)
         return self._by_layer
 
-    def _make_rows_program(self, part: PlannedPart) -> programs.RowsProgram:
+    def _make_rows_program(self, part: PlannedPart) -> Program:
         pool = self.pool.gather(part.rows.adapters) if part.rows.any_adapter else None
-        pool, cache = programs.describe_arrays((pool, self.cache))
-        inputs = self._make_inputs_without_samples(part.rows, is_adjusted=part.is_adjusted)
-        max_steps, max_topk = self._config.decode_slice_tokens, self._config.max_topk_logprobs
-        static = {"read_length": part.length, "max_tokens": max_steps, "max_topk": max_topk}
-        arguments = self._get_params_by_layer(), self._model, pool, cache, *inputs
-        return programs.RowsProgram(programs.run_rows, arguments, static)
-
-    def _make_inputs_without_samples(self, rows: SliceRows, *, is_adjusted: bool) -> tuple[BlockTable, RowBatch]:
-        """Return inputs with the shapes that a program for these rows is compiled for."""
-        rows, inputs = rows.without_samples(), RowInputs(self._config.decode_slice_tokens)
-        table, batch = inputs.make_table(rows, self.memory.table_pages), inputs.make_batch(rows)
-        if is_adjusted:
-            batch = replace(batch, adjustment=make_adjustment({}, len(rows.samples), self.vocab_size))
-        return table, batch
+        return self._shapes.make_rows_program(part, pool)
 
     def _decode_random_rows(self, count: int, any_adapter: bool, is_adjusted: bool) -> Any:
         """Decode random rows and return the results, with leaves [count, ...].
@@ -341,7 +329,11 @@ class ModelRunner:
         max_steps = self._config.decode_slice_tokens
         position_S = np.arange(count, dtype=np.int32) * 37 % MIN_SEGMENT_SIZE
         opened = programs.open_rows(
-            self.cache, self._make_table([None] * count), position_S, read_length=MIN_SEGMENT_SIZE, max_tokens=max_steps
+            self.cache,
+            self._shapes.make_table([None] * count),
+            position_S,
+            read_length=MIN_SEGMENT_SIZE,
+            max_tokens=max_steps,
         )
         opened = replace(opened, past=make_noise(opened.past), live=make_noise(opened.live))
 
@@ -399,7 +391,8 @@ class ModelRunner:
             # Prefill, then decode slices if all samples share an adapter.
             for request in group:
                 for size in shapes.iter_prompt_sizes(request.prompt.size):
-                    program = partial(self._make_prefill_program, size, num_rows, any_adapter)
+                    pool = self.pool.get_adapters(any_used=any_adapter)
+                    program = partial(self._shapes.make_prefill_program, size, num_rows, pool)
                     key = "prefill", size, num_rows, any_adapter
                     self._compiler.queue_needed(key, program, request.cache_scope)
             num_samples = sum(request.num_samples for request in group if get_max_tokens(request) > 1)
@@ -407,12 +400,6 @@ class ModelRunner:
                 rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
                 program = partial(self._make_slice_program, rows)
                 self._compiler.queue_needed(_make_slice_key(rows), program, group[0].cache_scope)
-
-    def _make_prefill_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
-        pool = self.pool.get_adapters(any_used=any_adapter)
-        row_B, token_BT = np.zeros(num_rows, np.int32), np.zeros((num_rows, size), np.int32)
-        inputs = pool, row_B, token_BT, row_B, row_B, self.cache, self._make_table([None] * num_rows)
-        return Program(programs.prefill, (self._params, self._model, *inputs), {})
 
     def _make_single_adapter_rows(self, num_samples: int, any_adapter: bool) -> SliceRows:
         """Return empty rows in the shape of a slice whose samples share one adapter, or have none."""
@@ -432,7 +419,7 @@ class ModelRunner:
         return key in self._compiler.ready
 
     def _make_slice_program(self, rows: SliceRows, *, is_adjusted: bool = False) -> Program:
-        inputs = self._make_inputs_without_samples(rows, is_adjusted=is_adjusted)
+        inputs = self._shapes.make_slice_inputs(rows, is_adjusted=is_adjusted)
         return Program(programs.decode_slice, *self._make_slice_arguments(*inputs, 1, any_adapter=rows.any_adapter))
 
     def _wait_for_program(self, *key: Hashable) -> None:
@@ -444,13 +431,33 @@ class ModelRunner:
         """Begin to compile prefill programs and slices of one adapter in parallel, then other slices."""
         assert self._compiler is not None
         for size, slot, number in self._iter_chunk_shapes(BASE_SLOT + 1):
-            shape = size, self._num_shards * number, slot != BASE_SLOT
-            self._compiler.queue_needed(("prefill", *shape), partial(self._make_prefill_program, *shape))
+            num_rows, pool = self._num_shards * number, self.pool.get_adapters(any_used=slot != BASE_SLOT)
+            program = partial(self._shapes.make_prefill_program, size, num_rows, pool)
+            self._compiler.queue_needed(("prefill", size, num_rows, pool is not None), program)
         for rows, _ in self._iter_slice_shapes(BASE_SLOT + 1):
             if rows.groups is None:
                 self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
             else:
                 self._compiler.queue_likely([(_make_slice_key(rows), self._make_slice_program(rows))])
+
+    def queue_first_samples(self, rank: int) -> None:
+        """On a CPU, compile the programs of a server's first samples while no request uses the cores.
+
+        These are samples of the base model, and samples of an adapter of `rank`.
+        """
+        assert self._compiler is not None and self._is_single_cpu
+        size = min(PrefillShapes.from_config(self._config, self.memory.max_length).chunk_size, FIRST_CHUNK)
+        for any_adapter in (False, True):
+            parts = self._divider.list_first_programs(any_adapter=any_adapter)
+            pools = [self.pool.describe(part.rows.adapters, rank) if any_adapter else None for part in parts]
+            pool = None if pools[0] is None else Adapter(pools[0].weights, pools[0].scale)
+            likely = [
+                (("prefill", size, 1, any_adapter), self._shapes.make_prefill_program(size, 1, pool)),
+                (("first token", any_adapter), self._shapes.make_first_token_program(pool)),
+            ]
+            rows_programs = map(self._shapes.make_rows_program, parts, pools)
+            keys = (part.key for part in parts)
+            self._compiler.queue_likely([*likely, *zip(keys, rows_programs, strict=True)])
 
     def compile_all(self, sampler: SamplerId, *, usual_only: bool = False) -> None:
         """Run every program once, with and without the adapter of `sampler`.

@@ -194,11 +194,27 @@ def run_rows(
     return live, num_run, result
 
 
+class FirstTokenProgram(Program):
+    """The programs `compute_first_logits` and `draw_first`, compiled together.
+
+    The arguments are the parameters, the pool, a last hidden state, and the drawing parameters. The
+    static argument is `max_topk`.
+    """
+
+    @override
+    def compile_in_steps(self) -> Generator[None, None, Callable[..., Any]]:
+        params, pool, last_1D, draws = self.arguments
+        inputs = params, pool, np.int32(0), last_1D
+        scoring = yield from Program(compute_first_logits, inputs, {}).compile_in_steps()
+        logits_1V = _describe_results(scoring, params)
+        return (yield from Program(draw_first, (logits_1V, draws, np.bool_(False)), self.static).compile_in_steps())
+
+
 class RowsProgram(Program):
     """The programs `open_rows`, `run_rows` and `close_rows` for the same rows, compiled together.
 
-    The arguments are the parameters, config, pool, cache, block table and batch. The static arguments
-    are `read_length`, `max_tokens` and `max_topk`.
+    The arguments are the parameters (stacked), config, pool, cache, block table and batch. The static
+    arguments are `read_length`, `max_tokens` and `max_topk`.
     """
 
     @override
@@ -207,6 +223,7 @@ class RowsProgram(Program):
         static = dict(self.static)
         max_topk = static.pop("max_topk")
 
+        params = _describe_results(by_layer.lower(params, config).compile(), params)
         opening = open_rows.lower(cache, table, batch.position_S, **static).compile()
         opened = _describe_results(opening, cache)
         arguments = params, config, pool, replace(opened, live=()), opened.live, batch, np.int32(1)

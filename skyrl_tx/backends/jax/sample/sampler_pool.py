@@ -107,6 +107,13 @@ class SamplerPool:
             self._last_gathered = key, _gather(self._adapters, slot_G, former[1])
         return GatheredAdapter(weights=self._adapters.weights, scale=self._adapters.scale, rows=self._last_gathered[1])
 
+    def describe(self, slots: Sequence[int], rank: int) -> GatheredAdapter:
+        """Return the shapes of the result of `gather` once an adapter of `rank` is in the pool."""
+        num_slots, *_, pool_rank = self._adapters.weights["unembed"].a.shape
+        adapters = self._make_shapes(num_slots, max(rank, pool_rank))
+        rows = jax.eval_shape(gather_rows, adapters, np.asarray(slots, np.int32))
+        return GatheredAdapter(weights=adapters.weights, scale=adapters.scale, rows=rows)
+
     def _make_shapes(self, num_slots: int, rank: int) -> Adapter:
         shapes = models.describe_adapter(self._model, rank)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype), shapes)

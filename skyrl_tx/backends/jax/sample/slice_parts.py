@@ -170,6 +170,14 @@ class SliceDivider:
         groups = group_by_length(samples, self._counts.all, self._choose_length, max_positions)
         return [part for group in groups for part in self._choose(group, num_steps, max_positions)]
 
+    def list_first_programs(self, *, any_adapter: bool) -> list[PlannedPart]:
+        """Return parts, without samples, with all programs that the first sample of a server needs.
+
+        Its prompt is assumed to be a little longer than the shortest KV read length.
+        """
+        rows = next(SliceRows.iter_shapes(self._counts.all[0], BASE_SLOT + any_adapter, merges=False))
+        return self._list_missing(PlannedPart(rows, self._choose_length(MIN_SEGMENT_SIZE + 1)))
+
     def record_call(self, part: PlannedPart) -> None:
         """Record that the program of a part is about to be called. The call compiles it."""
         self._called.add(part.key)

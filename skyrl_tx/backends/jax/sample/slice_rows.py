@@ -5,8 +5,9 @@ running samples, so that unused rows cost little.
 
 On a single CPU device, a row has the same bits for every row count in use. XLA may sum in a
 different order for some counts, so each count is compared with the largest one, on the same
-numbers, before its first use. On other devices, nothing is compared. With float32 there is only one
-row count. With bfloat16 there are a few, because bits depend on other samples anyway.
+numbers, before its first use. A file remembers the comparisons (see `compared_rows`). On other
+devices, nothing is compared. With float32 there is only one row count. With bfloat16 there are a
+few, because bits depend on other samples anyway.
 
 Legend: S rows, N steps, K top tokens.
 """
@@ -22,6 +23,7 @@ import jax
 import numpy as np
 
 from skyrl_tx.backends.jax.devices import fetch
+from skyrl_tx.backends.jax.sample.compared_rows import ComparedRows
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two
@@ -53,23 +55,31 @@ log = logging.getLogger(__name__)
 class RowCounts:
     """The row counts that slices may have. The largest is always in use."""
 
-    def __init__(self, counts: Sequence[int], decode_rows: Callable[[int, bool, bool], Any] | None = None) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int],
+        decode_rows: Callable[[int, bool, bool], Any] | None = None,
+        compared: ComparedRows | None = None,
+    ) -> None:
         """Create the counts, which must be ascending.
 
         `decode_rows(count, any_adapter, is_adjusted)` returns the results of a decode slice of
         `count` rows, with or without adapters, and with or without changed logits. Without this
-        function, all counts are in use.
+        function, all counts are in use. `compared` stores the comparisons for later starts.
         """
         self.all = counts
         self._decode_rows = decode_rows
-        self._agrees: dict[tuple[int, bool, bool], bool] = {}
+        self._compared = compared
+        self._agrees = {} if compared is None else compared.read()  # by `_name_comparison`
 
     @classmethod
-    def for_single_cpu(cls, num_slots: int, decode_rows: Callable[[int, bool, bool], Any]) -> Self:
+    def for_single_cpu(
+        cls, num_slots: int, decode_rows: Callable[[int, bool, bool], Any], compared: ComparedRows | None = None
+    ) -> Self:
         """Return the counts for up to `num_slots` samples on a single CPU device; see `__init__`."""
         largest = max(next_power_of_two(num_slots), MIN_ROWS)
         few = [] if largest == MIN_ROWS else [PAIR_ROWS]  # for up to eight slots, one program is fast enough
-        return cls([*few, *(MIN_ROWS << i for i in range((largest // MIN_ROWS).bit_length()))], decode_rows)
+        return cls([*few, *(MIN_ROWS << i for i in range((largest // MIN_ROWS).bit_length()))], decode_rows, compared)
 
     @classmethod
     def for_accelerators(cls, num_slots: int, num_shards: int, num_copies: int = 1) -> Self:
@@ -89,7 +99,9 @@ class RowCounts:
 
     def is_compared(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
         """Return whether `is_used` needs no comparison, or has made it before."""
-        return count == self.all[-1] or self._decode_rows is None or (count, any_adapter, is_adjusted) in self._agrees
+        if count == self.all[-1] or self._decode_rows is None:
+            return True
+        return self._name_comparison(count, any_adapter, is_adjusted) in self._agrees
 
     def is_used(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
         """Return whether rows have the same bits with `count` rows as with the largest count.
@@ -98,14 +110,21 @@ class RowCounts:
         """
         if count == self.all[-1] or self._decode_rows is None:
             return True
-        key = count, any_adapter, is_adjusted
-        if key not in self._agrees:
+        name = self._name_comparison(count, any_adapter, is_adjusted)
+        if name not in self._agrees:
             mine, largest = (self._decode_rows(rows, any_adapter, is_adjusted) for rows in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
-            self._agrees[key] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
-            if not self._agrees[key]:
+            self._agrees[name] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
+            if self._compared is not None:
+                self._compared.write(self._agrees)
+            if not self._agrees[name]:
                 log.warning("decode slices of %d rows are disabled: they round differently from larger slices", count)
-        return self._agrees[key]
+        return self._agrees[name]
+
+    def _name_comparison(self, count: int, any_adapter: bool, is_adjusted: bool) -> str:
+        """Return the name of a comparison with the largest count."""
+        kinds = (name for name, applies in (("adapter", any_adapter), ("adjusted", is_adjusted)) if applies)
+        return " ".join((f"{count}/{self.all[-1]} rows", *kinds))
 
 
 def make_noise(arrays: Any, *, is_same: bool = False) -> Any:

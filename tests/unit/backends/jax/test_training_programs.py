@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Program
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, MicroBatchShapes, TrainingPrograms
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
@@ -75,7 +77,8 @@ def train(backend: JaxBackend) -> list[np.ndarray]:
     return [*results, *map(np.asarray, jax.tree.leaves(backend._pool.get(MODEL).gradient))]
 
 
-def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> None:
+def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "queue_first_samples", lambda runner, rank: None)
     with tiny_backend(micro_batch_tokens=32, compile_threads=1) as backend:
         programs = backend._training_programs
         assert programs is not None
