@@ -9,7 +9,7 @@ QUESTIONS = {"What is 2 + 3?": "5", "What is 4 + 4?": "8", "What is 9 - 6?": "3"
 
 
 def reward(answer: str, expected: str) -> float:
-    """Return 1 for the right answer, otherwise up to 0.5: the share of the characters that are digits."""
+    """Return 1 for the right answer, otherwise half the fraction of its characters that are digits."""
     digits = sum(character.isdigit() for character in answer)
     return 1.0 if answer.strip() == expected else 0.5 * digits / max(len(answer), 1)
 
