@@ -1,7 +1,7 @@
 """The engine and its loop.
 
 One turn of the loop reads new requests, runs one training micro-batch (or one request of another
-kind) and one decode slice (a few decode steps), and checks which results are committed.
+kind) and one decode slice (a few decode steps), and delivers results whose transaction is committed.
 """
 
 import logging
@@ -82,8 +82,8 @@ class Engine:
 
         Args:
             stop: Event that ends the engine.
-            on_ready: Called when the backend has started and all sampler weights exist. Those
-                whose files the previous engine had not written yet are computed again.
+            on_ready: Called when the backend has started and the files of all samplers exist.
+                Files that the previous engine did not write come from a replay.
             on_stuck: Called on another thread with the reason when a backend call exceeds its time
                 limit, for example `--step-timeout-s`.
 
@@ -106,12 +106,12 @@ class Engine:
         membership.reassign_previous_work(self.store)
         status.start()
 
-        # Start the thread that writes files, and the thread that takes back the attempts of running requests
-        # at a stop. A request with many attempts is suspected of causing crashes, and a stop is none.
+        # Start the thread that writes files, and a thread that acts if the engine is stopped on purpose: it
+        # decrements the attempt count of the running requests. A high count marks a request that may cause crashes.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
-        undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
-        undoing.start()
+        attempts_thread = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
+        attempts_thread.start()
 
         def is_stopping() -> bool:
             status.check()
@@ -145,9 +145,9 @@ class Engine:
             _log.info("engine stopped cleanly")
         finally:
             if stop.is_set():
-                # Wait until the attempt counts of running requests are decremented. A stop is no crash,
-                # even if an exception ended it.
-                undoing.join()
+                # Wait until the attempt counts of running requests are decremented: an exception during a
+                # stop does not count as a crash.
+                attempts_thread.join()
             attempts.close()
             status.close()
             background_writer.close()
@@ -193,10 +193,10 @@ class Engine:
                 self.store.wait(loop.compute_max_wait_s())
 
     def _claim_artifacts(self) -> None:
-        """Check that database and artifacts belong together; the keeper also claims the artifacts.
+        """Check that database and artifacts belong together.
 
-        The keeper is the engine that collects garbage. It writes the database's identity to the
-        artifacts and logs a warning about artifacts that this database does not know.
+        The engine that collects garbage (the keeper) also writes the database's identity to the
+        artifacts, and logs a warning about artifacts that this database does not know.
 
         Raises UserError if the artifacts belong to another database.
         """
@@ -253,7 +253,7 @@ class Engine:
             store=store,
             attempts=attempts,
             request_log=request_log,
-            # Models: changes, recovery, and the memory of the device.
+            # Components that save, restore and evict models and samplers.
             background_writer=background_writer,
             recovery=recovery,
             models=models,
@@ -296,7 +296,7 @@ class _Loop:
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
         balancer = membership.SampleBalancer(context, self.sampling)
         self._membership = membership.Membership(context, self._schedule, balancer)
-        self._is_busy = self._is_turn_of_passes = self._has_warned = False
+        self._is_busy = self._passes_are_next = self._has_warned = False
         self._num_slices_left = 0  # decode slices to run before the next micro-batch
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
@@ -348,7 +348,7 @@ class _Loop:
         housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
         context.ephemeral_samplers.retry_failed_writes()
 
-        # Remove rows beyond the limits of features, for example old points of long runs.
+        # Delete rows beyond the size limits of tables, for example old points of the curves of long runs.
         housekeeping.trim_tables()
         return has_read
 
@@ -459,7 +459,7 @@ class _Loop:
         self._context.request_log.wait_for_commits()
 
     def _run_device(self) -> bool:
-        """Run a micro-batch if no decode slices must run before it, and then a decode slice."""
+        """Run a decode slice, and before it a micro-batch if enough slices have run since the last one."""
         self._num_slices_left -= 1
         has_trained = (self._num_slices_left < 1 or not self.sampling.num_running) and self._train()
         return self.sampling.run_slice() or has_trained
@@ -467,13 +467,13 @@ class _Loop:
     def _train(self) -> bool:
         """Execute one request that is no pass, or one micro-batch of the running passes.
 
-        If there are both, they take turns. Returns True if there was work to do.
+        If both are waiting, they alternate. Returns True if there was work to do.
         """
         training, batch = self.training, None
-        training.set_shared(self._schedule.is_shared)  # whether requests of several owners wait
+        training.set_has_multiple_owners(self._schedule.has_multiple_owners)
 
         # Take the next batch, unless it is the turn of the running passes.
-        if not self._is_turn_of_passes:
+        if not self._passes_are_next:
             batch = self._schedule.take(
                 self._api_uptime.get_total_s(),
                 self._context.background_writer.blocked_models,
@@ -486,11 +486,11 @@ class _Loop:
         if batch is not None:
             training.start_scheduled(batch)  # starts passes, but runs a request of another kind to its end
 
-        # After a request that is no pass, the running passes may get the next turn.
+        # After a request that is no pass, the running passes may be next.
         if batch is not None and batch.requests[0].model_pass is None:
-            self._is_turn_of_passes = training.has_turn_before(batch.requests[0].owner)
+            self._passes_are_next = training.should_run_before(batch.requests[0].owner)
             return True
-        self._is_turn_of_passes = False
+        self._passes_are_next = False
 
         # While passes wait for the compiler, let the samples run.
         if training.is_waiting and self.sampling.num_running:

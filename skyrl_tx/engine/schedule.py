@@ -1,6 +1,7 @@
 """Decide which request runs next. Samples have their own queue, see `sample_queue`.
 
-Owners share the device by weight. The models (adapters of training runs) of one owner take turns,
+Owners (for example users with an API key) share the device in proportion to their weights, which
+admins set. The models (adapters of training runs) of one owner take turns,
 and the requests of one model run in `seq_id` order. This module uses no clock, database or backend:
 callers pass the time, and `Schedule.read_bodies` reads the bodies of large requests.
 
@@ -66,11 +67,11 @@ class SequenceCursor:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The next thing to run: a batch of passes, all with or all without a backward pass, or one other request."""
+    """Requests to run next: all `forward`, all `forward_backward`, or a single one of another kind."""
 
     requests: tuple[QueuedRequest, ...]
     refusal: str | None = None
-    """Error text if the single request arrived after a later barrier took effect."""
+    """Error text if a barrier with a higher `seq_id` ran before the single request arrived."""
     failure: str | None = None
     """Error text if admission rejected the single request."""
     is_long: bool = False
@@ -101,8 +102,9 @@ class Schedule:
     on_credit_dropped: Callable[[str], None] = lambda owner: None
     """Called with an owner when `fair_share` drops the owner's credit, see `FairShare.drop_credit`.
 
-    Credit is device time that the owner did not use. The training executor drops it in its own
-    `FairShare` too. Not called while there is only one owner.
+    Credit is device time that the owner did not use. Owners cannot save it for later. The engine
+    passes a function that makes the training executor drop it too, in its own `FairShare`. Not
+    called while there is only one owner.
     """
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
@@ -130,7 +132,7 @@ class Schedule:
         return model_id in self._waiting
 
     def forget(self, model_id: ModelId) -> None:
-        """Forget a model that has no waiting requests, because it was moved to another engine."""
+        """Forget a model that was moved to another engine. It must have no waiting requests."""
         assert model_id not in self._waiting
         self._queues.pop(model_id, None)
 
@@ -144,7 +146,7 @@ class Schedule:
         present = {queue.owner for queue in self._queues.values()}
         for owner in self._last_served_by_owner.keys() - present:
             del self._last_served_by_owner[owner], self.num_bytes_by_owner[owner], self._num_requests[owner]
-        if not self.is_shared:
+        if not self.has_multiple_owners:
             self.fair_share.reset()
 
     def add(self, queued: QueuedRequest) -> None:
@@ -173,7 +175,7 @@ class Schedule:
 
         Args:
             now: API uptime in seconds.
-            blocked: Models that wait for a background write.
+            blocked: Models whose files a background thread is still writing.
             busy: Models of running batches.
             num_running: Number of running batches.
             sessions_with_long_pass: Sessions with a running long pass.
@@ -183,7 +185,7 @@ class Schedule:
         if num_running and len(busy) >= self.max_models:
             return None
         queues = self._order_queues({*blocked, *busy})
-        if not self.is_shared:
+        if not self.has_multiple_owners:
             compiling_owners = ()
 
         for queue in queues:
@@ -201,7 +203,7 @@ class Schedule:
             num_reserved = int(is_long)
             if is_long:
                 num_reserved += first.session_id in sessions_with_long_pass
-                num_reserved += first.owner in owners_with_long_pass and self.is_shared
+                num_reserved += first.owner in owners_with_long_pass and self.has_multiple_owners
             num_reserved = max(num_reserved, first.owner in compiling_owners)
             if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
                 continue
@@ -216,14 +218,14 @@ class Schedule:
             if first.model_pass is None:
                 return ScheduledBatch((self._start_request(queue, first),))
 
-            # Add passes of the same direction, from all models.
+            # Add passes of the same kind (`forward` or `forward_backward`), from all models.
             joining = [other for other in queues if other.owner == queue.owner or other.owner not in compiling_owners]
             requests = self._fill_batch(queue, first, joining, now, self.max_models - len(busy))
             return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
 
     @property
-    def is_shared(self) -> bool:
+    def has_multiple_owners(self) -> bool:
         """Whether there are multiple owners, so that weights matter."""
         return len(self._last_served_by_owner) > 1
 
@@ -252,7 +254,7 @@ class Schedule:
         return queued.kind == "model_pass" and isinstance(self.admission.may_start(queued), Wait)
 
     def _drop_credit(self, owner: str) -> None:
-        if self.is_shared:
+        if self.has_multiple_owners:
             self.fair_share.drop_credit(owner)
             self.on_credit_dropped(owner)
 
@@ -264,7 +266,7 @@ class Schedule:
         """
         waiting = [queue for model_id, queue in self._waiting.items() if model_id not in excluded]
         waiting.sort(key=lambda queue: queue.last_served)
-        if not self.is_shared:
+        if not self.has_multiple_owners:
             return waiting
         # Owners with a weight come first, then owners of weight 0. Both are served in rounds: the
         # first queue of each owner, then the second queue of each, and so on. Within a round, sort by
@@ -283,14 +285,14 @@ class Schedule:
     def _fill_batch(
         self, lead: "_ModelQueue", first: QueuedRequest, queues: list["_ModelQueue"], now: float, max_models: int
     ) -> Iterator[QueuedRequest]:
-        """Yield `first` and more passes of the same direction, within the token budget of a batch.
+        """Yield `first` and more passes of the same kind, within the token budget of a batch.
 
         `queues` are the queues whose passes may join. If owners have unequal weights, a batch
         contains requests of one owner only, because all owners in a batch are served at the same
         rate.
         """
         assert first.model_pass is not None
-        if self.is_shared and self.fair_share.is_weighted:
+        if self.has_multiple_owners and self.fair_share.is_weighted:
             queues = [queue for queue in queues if queue.owner == lead.owner]
 
         budget, num_models, num_left = self.max_pass_tokens, 0, self.max_batch_requests
@@ -340,7 +342,7 @@ class Schedule:
             del self._waiting[queued.model_id]
         self.num_bytes_by_owner[queue.owner] -= queued.num_bytes
         self._num_requests[queue.owner] -= 1
-        if self.is_shared:
+        if self.has_multiple_owners:
             self.fair_share.charge(queue.owner, queued.num_tokens or _NON_PASS_TOKENS)
         return queued
 

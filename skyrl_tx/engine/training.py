@@ -75,17 +75,17 @@ class TrainingExecutor:
         self._context = context
         self._batches: dict[str, deque[_Batch]] = {}  # by owner; the least recently served owner and batch first
         self._fair_share = FairShare(lambda: context.admission.weights)
-        self._is_shared = False
+        self._has_multiple_owners = False
 
-    def set_shared(self, is_shared: bool) -> None:
+    def set_has_multiple_owners(self, has_multiple_owners: bool) -> None:
         """Set whether multiple owners have requests.
 
         While there is a single owner, work is not charged. The virtual times from before are then
         forgotten, so no owner pays later for work at a time without other owners.
         """
-        if self._is_shared and not is_shared:
+        if self._has_multiple_owners and not has_multiple_owners:
             self._fair_share.reset()
-        self._is_shared = is_shared
+        self._has_multiple_owners = has_multiple_owners
 
     def drop_credit(self, owner: str) -> None:
         """Drop the credit of an owner that was idle or waited, see `FairShare.drop_credit`.
@@ -96,12 +96,12 @@ class TrainingExecutor:
         if owner not in self._batches:
             self._fair_share.drop_credit(owner)
 
-    def has_turn_before(self, owner: str) -> bool:
+    def should_run_before(self, owner: str) -> bool:
         """Whether running batches come before the next request of an owner.
 
         The request is no pass, for example an optimizer step.
         """
-        if not self._batches or not self._is_shared:
+        if not self._batches or not self._has_multiple_owners:
             return bool(self._batches)
         return min(map(self._fair_share.get_virtual_time, self._batches)) < self._fair_share.get_virtual_time(owner)
 
@@ -149,7 +149,7 @@ class TrainingExecutor:
         elif first.model_pass is not None:
             self._start_batch(scheduled.requests, is_long=scheduled.is_long)
         else:
-            if self._is_shared:
+            if self._has_multiple_owners:
                 self._fair_share.charge(first.owner, _NON_PASS_COST)
             handle(self._context, first)
 
@@ -165,7 +165,7 @@ class TrainingExecutor:
         # Choose a batch: by the virtual time of its owner, or in turns if there is one owner.
         runnable = {owner: batch for owner in self._batches if (batch := self._find_runnable_batch(owner)) is not None}
         candidates = runnable or {owner: batches[0] for owner, batches in self._batches.items()}
-        if self._is_shared:
+        if self._has_multiple_owners:
             owner = min(candidates, key=self._fair_share.get_virtual_time)
             if runnable:
                 self._fair_share.charge(owner, 1.0)  # all micro-batches have about the same number of tokens

@@ -73,7 +73,7 @@ class RowAdapter:
     pair: LoraPair  # [I, R] and [R, O], or with a leading G
     scale: jax.Array  # scalar, or [G]
     group_M: jax.Array | None = None
-    joins: bool = struct.field(pytree_node=False, default=False)
+    may_concatenate: bool = struct.field(pytree_node=False, default=False)
     """Whether a `ConcatenatedMap` may be used: only on a single device.
 
     On a mesh, the dim that the concatenation makes longer may be sharded.
@@ -162,7 +162,7 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = multiply(x.astype(dtype), weight)
     elif adapter.scale.ndim == 0:
         flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # so that its gradient accumulates in float32
-        flat_MO: jax.Array = _multiply_adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
+        flat_MO: jax.Array = _multiply_adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.may_concatenate)
         y = flat_MO.reshape(*x.shape[:-1], weight.shape[-1])
     else:
         x = x.astype(dtype)
@@ -380,13 +380,15 @@ multiply_factor.defvjp(_multiply_factor_forward, _multiply_factor_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _multiply_adapted(
-    x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool
+    x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, may_concatenate: bool
 ) -> jax.Array:
     """Return the map of `x` in the weight's type."""
-    return _multiply_adapted_forward(x_MI, weight_IO, pair, scale, joins)[0]
+    return _multiply_adapted_forward(x_MI, weight_IO, pair, scale, may_concatenate)[0]
 
 
-def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool):
+def _multiply_adapted_forward(
+    x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, may_concatenate: bool
+):
     dtype = weight_IO.dtype
     x_MI = x_MI.astype(dtype)
     adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], product_dtype=dtype)
@@ -400,7 +402,7 @@ def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraP
     def apply_concatenated(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
         return ConcatenatedMap.from_adapted(adapted).apply(x_MI, inner_MR, dtype)
 
-    if joins and ConcatenatedMap.is_faster(x_MI.shape[0], weight_IO):
+    if may_concatenate and ConcatenatedMap.is_faster(x_MI.shape[0], weight_IO):
         y_MO = jax.lax.platform_dependent(adapted, x_MI, inner_MR, cuda=apply_concatenated, default=apply_separately)
     else:
         y_MO = apply_separately(adapted, x_MI, inner_MR)
@@ -408,7 +410,7 @@ def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraP
 
 
 def _multiply_adapted_backward(
-    joins: bool, kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array
+    may_concatenate: bool, kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array
 ):
     x_MI, inner_MR, weight_IO, pair, scale = kept
     adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], product_dtype=weight_IO.dtype)

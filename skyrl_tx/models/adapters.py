@@ -271,12 +271,12 @@ class GroupAdapters:
         number: int,
         adapter: Adapter | CutAdapter | None,
         slots: RowSlots | None,
-        joins: bool,
+        may_concatenate: bool,
     ) -> None:
         """`number` is the index of the group."""
         self._group = config.groups[number]
         self._number = number
-        self._joins = joins
+        self._may_concatenate = may_concatenate
         self._adapter = adapter
         self._slots = slots
         self._is_shared = adapter is not None and adapter.scale.ndim == 0
@@ -289,10 +289,10 @@ class GroupAdapters:
         adapter: Adapter | CutAdapter | None,
         slots: RowSlots | None,
         *,
-        joins: bool = False,
+        may_concatenate: bool = False,
     ) -> "Iterator[GroupAdapters]":
-        """Yield the adapters of each group. `joins` is passed to `RowAdapter`."""
-        return (cls(config, number, adapter, slots, joins) for number in range(len(config.groups)))
+        """Yield the adapters of each group. `may_concatenate` is passed to `RowAdapter`."""
+        return (cls(config, number, adapter, slots, may_concatenate) for number in range(len(config.groups)))
 
     def get_pairs(self) -> GroupPairs:
         """Return the arrays of a shared adapter that the loop slices.
@@ -317,7 +317,9 @@ class GroupAdapters:
         has_experts = any(target.num_experts is not None for target in targets.values())
         if self._is_shared:
             rows = {
-                name: RowAdapter(self._get_pair(name, position, pairs), adapter.scale, joins=self._joins)
+                name: RowAdapter(
+                    self._get_pair(name, position, pairs), adapter.scale, may_concatenate=self._may_concatenate
+                )
                 for name in targets
             }
             return LayerAdapters(rows, get_expert_adapters(rows, EXPERT_PREFIX) if has_experts else None)

@@ -61,7 +61,8 @@ def forward(
         config: the model's configuration.
         inputs: tokens [B, T], or embeddings [B, T, D].
         adapter: one adapter for all rows, or a pool of adapters with `slots`; None is the base
-            model. A `CutAdapter` is one adapter in the layout that gradients are added to.
+            model. A `CutAdapter` is one adapter whose stacked arrays are split by group of layers,
+            as the sums of its gradients are.
         slots: the adapter slot of each row.
         start_BT: `start_BT[b, t]` is the index in row b at which the sequence of token t begins.
             Needed if a row contains multiple sequences.
@@ -79,7 +80,7 @@ def forward_and_count(
     adapter: Adapter | CutAdapter | None = None,
     slots: RowSlots | None = None,
     *,
-    uses_BT: jax.Array | None = None,
+    num_uses_BT: jax.Array | None = None,
     start_BT: jax.Array | None = None,
     prefix: KeyRange | None = None,
     position_BT: jax.Array | None = None,
@@ -87,21 +88,22 @@ def forward_and_count(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the hidden states of `forward`, and how many tokens each expert received.
 
-    The second has an array int32 [layers, E] for each stack of layers with experts. It is empty
-    without `uses_BT`, which says how often a position counts: 0 for padding, and more than 1 in a
-    shared prefix. With `prefix`, sequences continue earlier positions of their row.
+    The counts are an array int32 [layers, E] for each stack of layers with experts. `num_uses_BT` says
+    how many sequences use a position: 0 for padding, and more than 1 in a shared prefix. Without it
+    nothing is counted. With `prefix`, each position also attends to the given range of earlier
+    positions in its row: the prefix that multiple sequences share.
     """
     if position_BT is None:
         position_BT = find_positions(inputs.shape[1], start_BT, prefix)
     prepared = {mixer: mixer.prepare(start_BT, prefix) for mixer in config.mixers}
-    rows: Any = {"start_BT": start_BT, "uses_BT": uses_BT, "prefix": prefix}
+    rows: Any = {"start_BT": start_BT, "num_uses_BT": num_uses_BT, "prefix": prefix}
     context = replace(_make_context(params, config, position_BT), prepared=prepared, **rows)
 
     def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.forward(x_BTD, params, adapters, context), None
 
-    # On a single device, `joins` lets a layer multiply its weight and its adapter in one product.
-    adapters = GroupAdapters.from_adapter(config, adapter, slots, joins=not context.layout.is_sharded)
+    # On a single device, a layer may multiply its input by the weight and by LoRA's A at once.
+    adapters = GroupAdapters.from_adapter(config, adapter, slots, may_concatenate=not context.layout.is_sharded)
     mode = LayerMode(config, context, mix_rows, remat)
     x_BTD, counts = run_layers(mode, _embed_inputs(params, config, inputs), params, adapters)
     counts = tuple(context.layout.constrain(x, None, None) for x in counts if isinstance(x, jax.Array))
@@ -235,7 +237,7 @@ def _make_context(params: DecoderParams, config: ModelConfig, position: jax.Arra
 def constrain_cache(
     layout: Layout, config: ModelConfig, cache: tuple[LayerCache | tuple[LayerCache, ...], ...]
 ) -> tuple[Any, ...]:
-    """Apply the sharding of the cache to a whole cache, or to the entries that a decode slice has added.
+    """Apply the sharding of the cache to a whole cache, or to entries that decode steps have added.
 
     Each entry of `cache` is a stack of layers, or a tuple of separate layers.
     """
@@ -288,7 +290,8 @@ def target_logprobs(
     Logits are computed in chunks, so an array [B, T, V] never exists.
     """
     row_adapter, layout = select_unembed_adapter(adapter, slots), params.layout
-    # The loop over chunks of tokens uses all devices only if each shard of a row is a separate row.
+    # With context parallelism, a row lies on multiple devices. Treat each device's part as a separate row:
+    # otherwise only one device would work on a chunk of tokens.
     hidden, split_targets = (layout.split_shards(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
     result = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, row_adapter, chunk=chunk)

@@ -88,7 +88,7 @@ def test_experts_count_the_tokens_that_transformers_sends_to_them(reference):
     is_token = np.arange(tokens.shape[1]) < np.array([96, 41, 0])[:, None]
     run = fast_jit(models.forward_and_count, static_argnames="config")
     _, counts = run(
-        reference.params, reference.config, tokens, reference.adapter("weights0"), uses_BT=is_token.astype(np.int32)
+        reference.params, reference.config, tokens, reference.adapter("weights0"), num_uses_BT=is_token.astype(np.int32)
     )
 
     # Padding changes no token before it, so transformers ran the rows without padding.

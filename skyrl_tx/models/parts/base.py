@@ -105,7 +105,7 @@ class LayerContext:
     """The kernels for training and sampling."""
     size: jax.Array | None = None
     """In prefill, the number of tokens before the padding; None means no padding."""
-    uses_BT: jax.Array | None = None
+    num_uses_BT: jax.Array | None = None
     """In training, how often each position counts in the number of tokens of its experts.
 
     With None, mixtures of experts count nothing.
@@ -198,6 +198,6 @@ class FeedForward(Part, Protocol):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the output for positions [..., D], and the number of tokens of each expert [E].
 
-        The second is None for a dense feed-forward, and without `context.uses_BT`.
+        The second is None for a dense feed-forward, and without `context.num_uses_BT`.
         """
         ...

@@ -248,8 +248,8 @@ class Mixture(FeedForward):
 
         # Count the tokens of each expert.
         count_E = None
-        if context.uses_BT is not None:
-            count_E = count_visits(expert_MK, context.uses_BT.reshape(-1), self.routing.num_experts)
+        if context.num_uses_BT is not None:
+            count_E = count_visits(expert_MK, context.num_uses_BT.reshape(-1), self.routing.num_experts)
         if self.shared_size is None:
             return y, count_E
 

@@ -37,7 +37,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
     assert AdaptedMap.from_weight(weight, pair, SCALE, num_rows).is_merged == is_merged
 
     def ours(x: jax.Array, pair: LoraPair) -> jax.Array:
-        return linear(x, jnp.asarray(weight), RowAdapter(pair=pair, scale=SCALE, joins=True), bias)
+        return linear(x, jnp.asarray(weight), RowAdapter(pair=pair, scale=SCALE, may_concatenate=True), bias)
 
     def plain(x: jax.Array, pair: LoraPair) -> jax.Array:
         return x @ weight.astype(np.float32) + x @ pair.a @ pair.b * SCALE + bias

@@ -60,7 +60,7 @@ def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> MicroBatchOutputs:
     """Compute one micro-batch without a gradient."""
-    rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
+    rows: Any = {"num_uses_BT": batch.num_uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
     hidden_BTD, counts = models.forward_and_count(params, config, batch.tokens_BT, adapter, **rows)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     loss = loss_selection.evaluate(
@@ -88,7 +88,7 @@ def accumulate(
 
     def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         cut_adapter = models.CutAdapter(pairs, adapter.scale)
-        rows: Any = {"uses_BT": batch.uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
+        rows: Any = {"num_uses_BT": batch.num_uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
         return models.forward_and_count(params, config, batch.tokens_BT, cut_adapter, **rows, remat=remat)
 
     backward: Any  # a jax.VJP

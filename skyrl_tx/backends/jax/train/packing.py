@@ -37,8 +37,8 @@ _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT = 8, 128
 """Between two powers of two there are 8 row lengths, at least 128 tokens apart.
 
 For example 2048, 2304, 2560 and so on up to 4096. So at most an eighth of a long row is padding.
-Up to 1024 tokens, lengths that are closer together would not pay off: each length is one more
-compilation, which takes longer than dozens of requests would save.
+Up to 1024 tokens, lengths that are closer together would not pay off: each length needs one more
+compilation, which costs more time than dozens of requests gain from less padding.
 """
 NUM_REMAINDER_LENGTHS = 4
 """How many different lengths the last row can have, if a request has more than one micro-batch.
@@ -52,9 +52,10 @@ _MIN_SAVED_SHARE = 1 / 8
 Rows with shared prefixes have their own programs, which the first request has to wait for.
 """
 _STATE_SHARE = 1 / 16
-"""Rows with shared prefixes are shorter by this share if layers keep states for prefixes, which take memory.
+"""If a model has recurrent layers, rows with shared prefixes are shorter by this fraction.
 
-A row of 1,024 positions takes 1 % more than without shared prefixes (8 layers, hidden size 512).
+The states at the ends of the prefixes take memory. At equal length, a row of 1,024 positions took
+1 % more than without shared prefixes (8 layers, hidden size 512).
 """
 
 
@@ -66,7 +67,7 @@ class MicroBatch:
     """
 
     loss: Any
-    """int32 scalar: the number of the loss, see `loss_selection`."""
+    """int32 scalar: the index of the loss in the table of `loss_selection`."""
     tokens_BT: Any
     """int32."""
     start_BT: Any
@@ -74,7 +75,7 @@ class MicroBatch:
 
     The padding at the end of a row counts as one more example.
     """
-    uses_BT: Any
+    num_uses_BT: Any
     """int32: how many examples have the token at a position; 0 for padding."""
     targets: Any
     """int32 [B, T], or [B, T, K] if examples have multiple targets per position."""
@@ -85,7 +86,7 @@ class MicroBatch:
     is_local: bool = struct.field(pytree_node=False)
     """Whether the loss of a position depends only on the arrays at that position."""
     prefix: KeyRange | None = None
-    """The shared prefix that each position continues, int32 [B, T]. None if nothing is shared."""
+    """The shared prefix that each position also attends to, int32 [B, T]. None if nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class MicroBatchPlan:
     rows: tuple[int, ...]
     """The row of each example."""
     starts: tuple[int, ...]
-    """The position in the row at which the part of each example after its shared prefix starts."""
+    """For each example, the position in its row of the first token after the shared prefix."""
     num_rows: int
     length: int
     num_targets: int
@@ -183,10 +184,9 @@ def leave_room_for_states(budget: int) -> int:
 def choose_micro_batch_length(size: int, budget: int) -> int:
     """Return the padded length of a row that holds `size` tokens, within a budget.
 
-    This is `round_up_row_length(size)`, but not more than `budget` if `size` fits into the budget.
-    If `size` does not fit, it is not more than the next power of two after `size`. That matters if
-    the budget is below MIN_ROW_LENGTH, which happens if examples have many targets: with budget 8,
-    a size of 12 gives 16 and not 64.
+    The length is `round_up_row_length(size)`, but at most `budget` if `size` fits into it, and
+    otherwise at most the next power of two. The second limit matters if the budget is below
+    MIN_ROW_LENGTH because examples have many targets: with budget 8, a size of 12 gives 16, not 64.
     """
     return min(round_up_row_length(size), budget if size <= budget else next_power_of_two(size))
 
@@ -245,7 +245,8 @@ def plan_micro_batches(
             plans.append(_make_plan(members, sizes, row_budget, num_rows, num_targets, multiple, choose_length))
 
         if shares_prefixes and len(order) > 1 and (prefix_groups := _find_groups(examples, order, row_budget)):
-            # Rows as long as the plain ones take no more memory. Longer ones may have less padding.
+            # Try two maximum lengths: the longest plain row, which takes no more memory, and the whole
+            # budget, which may need less padding. The plan with fewer positions wins.
             plain = plans[first_plan:]
             limits = {min(max(plan.length for plan in plain), row_budget), row_budget}
             limits = {leave_room_for_states(limit) if keeps_states else limit for limit in limits}
@@ -262,7 +263,7 @@ def _count_tokens(plans: Sequence[MicroBatchPlan]) -> int:
 
 
 def _find_groups(examples: Sequence[PassExample], order: Sequence[int], budget: int) -> list[PrefixGroup]:
-    """Return the prefix groups of the examples with the given indices, and a group for each other one.
+    """Group the examples with the given indices by common prefix. All other examples are groups of one.
 
     Returns nothing if no prefix is shared. An example that is longer than the budget shares nothing.
     """
@@ -378,7 +379,7 @@ def make_empty_micro_batch(
         loss=np.int32(0),
         tokens_BT=np.zeros((B, T), np.int32),
         start_BT=np.zeros((B, T), np.int32),
-        uses_BT=np.zeros((B, T), np.int32),
+        num_uses_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in LOSS_INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
@@ -398,18 +399,18 @@ def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> M
         example, row, num_shared = examples[spans.index], spans.row, spans.num_shared
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
 
-        # Copy the example to its place. A shared position counts with the weights of all examples.
+        # Copy the example to its place. At a shared position, the weights of all its examples are added.
         for span, part in ((spans.shared, slice(0, num_shared)), (spans.own, slice(num_shared, None))):
             batch.tokens_BT[row, span] = example.tokens[part]
             batch.start_BT[row, span] = span.start
-            batch.uses_BT[row, span] += 1
+            batch.num_uses_BT[row, span] += 1
             _copy_array(batch.targets[row, span], example.loss_inputs[TARGET_TOKENS][part])
             for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
                 adds = name == "weights" and span is spans.shared
                 _copy_array(batch.inputs[name][row, span], example.loss_inputs[name][part], adds=adds)
         batch.start_BT[row, spans.own.stop :] = spans.own.stop  # the next example overwrites this, if there is one
 
-        # The rest of the example continues its prefix.
+        # The rest of the example attends to its prefix.
         if batch.prefix is not None and num_shared:
             batch.prefix.start_BT[row, spans.own] = spans.shared.start
             batch.prefix.end_BT[row, spans.own] = spans.shared.stop

@@ -64,7 +64,7 @@ def test_requests_report_the_tokens_of_their_own_examples(tmp_path: Path) -> Non
 
     run = fast_jit(models.forward_and_count, static_argnames="config")
     counts = [
-        run(tiny.params, tiny.config, x.tokens[None], uses_BT=np.ones((1, x.tokens.size), np.int32))[1]
+        run(tiny.params, tiny.config, x.tokens[None], num_uses_BT=np.ones((1, x.tokens.size), np.int32))[1]
         for x in examples
     ]
     expected = [compute_expert_metrics(counts[:3])] * 3 + [compute_expert_metrics(counts[3:])]
