@@ -134,7 +134,7 @@ def prefill(
         inputs: tokens [B, T], or embeddings [B, T, D].
         start: position of the first token, a scalar or one number per row [B].
         cache: keys, values and states of all prompts.
-        table: where the cache has the pages and states of each row.
+        table: the indices of each row's pages and states in the cache.
         adapter: as in `forward`.
         slots: as in `forward`.
         size: number of tokens before the padding, a scalar or [B]; None means no padding.
@@ -210,8 +210,8 @@ def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.
     if config.scales_embeddings:
         x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
 
-    # Exchange in two steps: from shards of D to shards of the rows, and then `constrain_hidden` also
-    # splits the rows among the devices of an expert group (mesh axis `ep`).
+    # Exchange in two steps: first from shards of D to shards of the rows. Then `constrain_hidden` splits
+    # the rows among the devices of an expert group (mesh axis `ep`), too.
     between = [None] * (x.ndim - 2)
     x = params.layout.constrain(x, None, *between, "embed")
     if not params.layout.shards_rows:
@@ -275,7 +275,7 @@ def logits(
     # Each device computes its part of the vocabulary. Otherwise XLA would send the unembedding to
     # all devices instead of the logits.
     y = layout.constrain(y, "batch", *between, "vocab")
-    return layout.constrain(y, "batch", *between, None)  # sorting and summing need whole rows
+    return layout.constrain(y, "batch", *between, None)  # drawing sorts and sums whole rows
 
 
 def target_logprobs(
@@ -309,7 +309,7 @@ def loss_and_gradient(
 ) -> tuple[Any, jax.Array, LoraPair]:
     """Return the outputs of `loss`, d loss / d hidden, and the new gradient sum of the adapter.
 
-    The new sum is `total` plus the gradient of the unembedding's adapter. `loss` and `inputs` are
+    The new sum is `total` plus the gradient of the LoRA factors of the unembedding. `loss` and `inputs` are
     passed to `layers.logprobs.loss_and_gradient`.
     """
     row_adapter, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout

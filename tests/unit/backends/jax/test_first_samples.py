@@ -15,6 +15,7 @@ from tests.support.sample_requests import RED, make_prompt, make_request, run
 from tests.support.tiny import TINY_CONFIG, TinyModel, make_model_runner
 
 
+@pytest.mark.slow  # it compiles eight programs
 def test_the_first_samples_of_a_server_find_their_programs_compiled(
     tiny: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
