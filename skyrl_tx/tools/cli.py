@@ -102,7 +102,7 @@ BUILT_IN_COMMANDS = (
     ),
     Command(
         name="status",
-        help="show the state of a server, even if it is not running",
+        help="show what a server is doing, or its last state if it is not running",
         group="diagnosis",
         code=f"{_COMMANDS_PACKAGE}.status:add_arguments",
     ),
@@ -120,7 +120,7 @@ BUILT_IN_COMMANDS = (
     ),
     Command(
         name="conformance",
-        help="check any Tinker server with the real tinker SDK",
+        help="test with the tinker SDK whether a server behaves as the Tinker API requires",
         group="diagnosis",
         code="skyrl_tx.tools.conformance.command:add_arguments",
     ),
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, given: Sequence[str]) -> int:
     try:
-        # The parser needs the words too: the flags of `serve` depend on the words --backend and --sampler.
+        # `make_parser` needs the command line too, because the flags of `serve` depend on --backend and --sampler.
         arguments = command.make_parser(given).parse_args(given)
         status: int | None = arguments.run(arguments)
         sys.stdout.flush()

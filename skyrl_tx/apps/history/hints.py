@@ -14,7 +14,7 @@ from skyrl_tx.contract.ids import ModelId
 
 _OTHERS = "other owners"
 _FEW, _MANY = 5, 50
-"""How many of the newest steps a check looks at, for short and for long periods."""
+"""How many of the newest steps a check looks at: few to find the present values of a run, many for its usual values."""
 _GRADIENT_FACTOR = 10.0
 _MAX_KL = 0.05
 _MAX_CLIPPED = 0.4
@@ -23,12 +23,12 @@ _IDLE_S = 1800.0
 _MAX_CUT = 0.5
 _MIN_SURPRISE = 0.1
 _MIN_SHARE = 0.2
-"""Another user of the device is named only with at least this share of the device time of all other users."""
+"""Hints name another user of the device only if it takes at least this share of the device time of all other users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A problem of a run or something that it lacks, and what to do about it."""
+    """A message about something that is wrong with a run or missing from it, with advice. It is shown to people."""
 
     level: Literal["error", "warning", "note"]
     text: str
@@ -38,12 +38,14 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """How long another user has used the device.
+    """Somebody who used the device at the same time as a given run, and for how long.
 
-    `name` is a name that the reader is allowed to see.
+    This is another owner with all their runs, another run of the same owner, or the same owner's samples of base
+    weights.
     """
 
     name: str
+    """A name that the reader of the hint is allowed to see."""
     device_s: float
 
 
@@ -205,7 +207,7 @@ class _Slowness:
     usual_s: float
     recent_s: float
     waits: bool
-    """Whether waiting for the device is more than half of the difference."""
+    """Whether more than half of the additional time per step is time in the queue for the device."""
     first: OptimizerStep
     """The first of the newest steps."""
 
@@ -233,7 +235,7 @@ def _check_slowness(steps: Sequence[OptimizerStep], other_users: Sequence[Device
     slow = _measure_slowness(steps)
     if slow is None:
         return None
-    reason = "they wait for the device" if slow.waits else "their own passes take longer"
+    reason = "they wait for the device" if slow.waits else "the requests take longer, or the client waits between them"
     if slow.waits and (names := name_main_users(other_users)):
         reason += f", which is used by {names}"
     return Hint(
@@ -245,7 +247,10 @@ def _check_slowness(steps: Sequence[OptimizerStep], other_users: Sequence[Device
 
 
 def name_main_users(users: Sequence[DeviceUser]) -> str:
-    """Return the names of the users with the most device time, each with its share of all users."""
+    """Return the names of the users with the most device time.
+
+    Each name is followed by its percentage of the device time of all these users, for example "bob (70%)".
+    """
     total = sum(user.device_s for user in users)
     main_users = [user for user in users if user.device_s >= _MIN_SHARE * total][:3]
     return ", ".join(f"{user.name} ({user.device_s / total:.0%})" for user in main_users)
@@ -258,8 +263,8 @@ def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
     minutes = (now - last.at) / 60
     return Hint(
         "warning",
-        f"Step {last.step} has {last.passes} passes but no optimizer step, and its last pass ended {minutes:.0f} "
-        "minutes ago.",
+        f"Step {last.step} has {last.passes} forward_backward requests but no optim_step, and its last request ended "
+        f"{minutes:.0f} minutes ago.",
         "Check whether the client is still running.",
         last.step,
     )
@@ -299,10 +304,9 @@ def find_device_users(
 def sum_device_users(
     totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]
 ) -> list[DeviceUser]:
-    """Add up device seconds by user, without the given run.
+    """Add up device seconds by user (see `DeviceUser`), without the given run.
 
-    A user is another run of the same owner, or another owner. All owners whose names the reader may
-    not see count as one user.
+    All owners whose names the reader may not see count as one user, "other owners".
     """
     seconds: dict[str, float] = {}
     for total in totals:

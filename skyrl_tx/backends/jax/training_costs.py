@@ -40,10 +40,10 @@ Shorter rows have smaller tiles, so their memory does not grow linearly.
 _TPU_DIM = 128
 """TPUs pad the last dim of an array to a multiple of this number of elements."""
 _DELTA_RULE_ARRAYS = 12
-"""How many float32 arrays of all value heads exist while a delta net computes its gradient.
+"""How many float32 arrays with the size of the values exist while a delta net computes its gradient.
 
-The number fits what the compilers for H200 and v5p report for Qwen3.5-9B with 4,096 to 16,384
-tokens, on one device and with tp=4.
+Each has the shape [tokens, value heads, value dim]. The number fits what the compilers for H200 and
+v5p report for Qwen3.5-9B with 4,096 to 16,384 tokens, on one device and with tp=4.
 """
 _IN_FLIGHT = 2
 """How many layer inputs are being copied to or from host memory at the same time."""
@@ -123,7 +123,7 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
     itemsize = params.embed.dtype.itemsize
     layer_input = config.hidden_size * 4
     inputs = len(config.blocks) * layer_input
-    inputs_and_head = count_bytes_per_token(RematPolicy.FULL)  # the head with the final norm
+    inputs_and_head = count_bytes_per_token(RematPolicy.FULL)  # also arrays of the final norm
     kept = count_bytes_per_token(RematPolicy.SAVE_MATMULS) - inputs_and_head
     mixer_outputs = min(kept, _count_mixer_output_bytes(config, itemsize))
     kept = mixer_outputs + (kept - mixer_outputs) // tp  # mixer outputs are replicated
@@ -133,13 +133,15 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
     one_layer = max(_count_layer_bytes(params, config), expert_token)
     has_experts = count_moe_layers(config) > 0
     if not has_experts:
-        kept -= min(kept // config.num_layers, one_layer)  # `one_layer` includes what the current layer keeps
+        # `one_layer` already has the arrays that the layer in progress keeps. `expert_token` does not.
+        kept -= min(kept // config.num_layers, one_layer)
 
-    # The gradient of an adapter. If the model runs as multiple loops over layers, or as a loop over
-    # cycles of layers, the compiler copies parts of it to add it up. With a single loop it makes no
-    # copy, but the compilers report as much memory for dense models as with the copy.
+    # A temporary copy of an adapter's gradient. If the model runs as multiple loops over layers, or
+    # as a loop over cycles of layers, the compiler copies parts of the gradient before it adds to
+    # them. With a single loop there is no copy, but for dense models the compilers report as much
+    # memory as with one. So the copy is always counted.
     gradient = count_adapter_bytes(config, DEFAULT_RANK, layout)
-    if platform == "tpu":  # XLA for TPUs rounds the LoRA factors of all layers before the loop over layers
+    if platform == "tpu":  # before the loop over layers, XLA copies all LoRA factors to the type of the weights
         gradient += gradient * itemsize // 4
     copied = count_copied_expert_bytes(params, config, platform)
     head = _count_head_bytes(params, config, platform) + copied
@@ -158,8 +160,8 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
         token_with_remat=inputs + one_layer,
         token_offloaded=_IN_FLIGHT * layer_input + one_layer,
         host_token=inputs,
-        # While log-probabilities are computed, there are the arrays of the head and the gradient of
-        # the last hidden states instead of the arrays of a layer.
+        # While log-probabilities are computed, the arrays of a layer do not exist yet. Instead there
+        # are the arrays of the final norm, and the gradient of the hidden states after it.
         layer_token=max(one_layer - (inputs_and_head - inputs) - layer_input, 0),
     )
 
@@ -182,8 +184,8 @@ def _count_unembedding_bytes(params: models.DecoderParams, platform: str) -> int
     """Return the bytes of the copies of the unembedding."""
     unembed_VD, layout = params.unembed_VD, params.layout
     if unembed_VD.dtype == jnp.float32:
-        return unembed_VD.size * 4  # the sum with the adapter, see layers.lora.AdaptedMap
-    # On GPU the copy is concatenated with a factor of the adapter, see layers.lora.ConcatenatedMap.
+        return unembed_VD.size * 4  # a copy with the adapter's update added, see layers.lora.AdaptedMap
+    # On GPU, a copy with a factor of the adapter appended, see layers.lora.ConcatenatedMap.
     copies = (platform == "gpu") + (layout.num_shards("embed") > 1)
     return copies * unembed_VD.size * unembed_VD.dtype.itemsize // layout.num_shards("mlp")
 
@@ -212,9 +214,10 @@ def _count_mixer_output_bytes(config: models.ModelConfig, itemsize: int) -> int:
 def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig) -> int:
     """Return the bytes per token of the arrays of one layer while it computes its gradient.
 
-    Arrays whose last dim is the hidden size are sums in float32, and are replicated over `tp`. All
-    other arrays are inputs of matrix products. Compilers fuse the operations between two products,
-    so they store these arrays in the type of the weights, even if the trace has them in float32.
+    Arrays whose last dim is the hidden size, for example the residual stream, are replicated over
+    `tp`. They are stored in the type that the trace shows. All other arrays are inputs of matrix
+    products. Compilers fuse the operations between two products, so they store these arrays in the
+    type of the weights, even if the trace has them in float32.
     """
     layout, itemsize = params.layout, params.embed.dtype.itemsize
 
@@ -227,8 +230,9 @@ def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig)
                 sharded += array.size * min(array.dtype.itemsize, itemsize)
         return replicated, sharded
 
-    # If layers have only one part, a mixer or a feed-forward network, their arrays differ in size:
-    # experts may need twice the average. So two such layers are counted as one.
+    # The trace has the arrays of all layers, so the result is an average over layers. If each layer
+    # is either a mixer or a feed-forward network, a layer of experts may need twice the average. So
+    # two such layers count as one.
     lengths = _choose_traced_lengths(config)
     short_bytes, long_bytes = map(count_bytes, lengths)
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
@@ -246,7 +250,8 @@ def _count_layer_bytes(params: models.DecoderParams, config: models.ModelConfig)
 def _count_delta_rule_bytes(params: models.DecoderParams, config: models.ModelConfig) -> int:
     """Return the bytes per token of the arrays that exist while a delta net computes its gradient.
 
-    The trace does not show these arrays. It is 0 if chunks are not computed together.
+    The trace does not show these arrays. Returns 0 if the delta rule computes the chunks of a
+    sequence one after another, because then the arrays of only one chunk exist at a time.
     """
     if not params.kernels.chunks_together:
         return 0
@@ -310,11 +315,12 @@ def count_copied_expert_bytes(params: models.DecoderParams, config: models.Model
 
 
 def count_state_copies(layout: Layout, config: models.ModelConfig, platform: str) -> int:
-    """Return how many copies of the recurrent states a decode slice makes.
+    """Return how many copies of the recurrent states exist while decode steps run.
 
-    Usually it is 1, because a slice changes a copy and not the states themselves. On meshes of GPUs
-    it is 2 for models with delta nets: in the loop over decode steps, the compiler orders the dims
-    of some states differently, so it copies the states of all layers before the loop.
+    Usually it is 1, because the program for a decode slice (several decode steps) changes a copy
+    and not the states themselves. On meshes of GPUs it is 2 for models with delta nets: in the loop
+    over decode steps, the compiler orders the dims of some states differently, so it copies the
+    states of all layers before the loop.
     """
     has_nets = any(isinstance(block.mixer, DeltaNet) for block in config.blocks)
     return 2 if has_nets and platform == "gpu" and layout.num_shards("batch") > 1 else 1

@@ -1,7 +1,7 @@
 """`skyrl-tx export` and `skyrl-tx import`.
 
-`export` writes a checkpoint as a PEFT adapter, or merges it into the base model. `import` creates a training run that
-is not loaded, with one checkpoint to train on and one to sample from, from a PEFT adapter.
+`export` writes a checkpoint as a PEFT adapter, or merges it into the base model. `import` stores a PEFT adapter as a
+new training run with two checkpoints, one to train on and one to sample from. It does not load the run into an engine.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
 
     out: Path = arguments.out
     if any(source.glob("*.age")):
-        raise CommandError(f"{row.path} is encrypted; export the original checkpoint instead")
+        raise CommandError(f"{row.path} is encrypted for download; export a checkpoint that is not encrypted")
     try:
         adapter = read_adapter(source)
         name = arguments.base_model or adapter.config.get("base_model_name_or_path")
@@ -131,15 +131,17 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
     print(f"wrote {what}: {out}")
     if not arguments.merge and arguments.format == "peft" and adapter.has_repeated_factors:
         print(
-            "the adapter repeats each factor that the experts of a layer share once per expert; "
-            "--format cookbook writes it once"
+            "the experts of a layer share LoRA factors, and the format `peft` has a copy of them for each expert; "
+            "--format cookbook writes them once"
         )
 
 
 def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None) -> "AdapterFiles":
-    """Return an adapter in a layout. "peft" has the module names of the base model's class.
+    """Return an adapter in the format "peft" or "cookbook", as the flag `--format` describes them.
 
-    Raises CheckpointError or UnsupportedModel if the names are unknown without the base model.
+    In the format "peft", tensors have the module names of the base model's Hugging Face class. If the base model cannot
+    be read, they get the names of a text model. Raises CheckpointError or UnsupportedModel if even these names are
+    unknown without the base model.
     """
     from skyrl_tx.models import UnsupportedModel, make_adapter_format, read_model
     from skyrl_tx.weights import hf
@@ -156,8 +158,8 @@ def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None
     except (UnsupportedModel, hf.CheckpointError) as error:
         if adapter.has_fused_maps:
             raise
-        note = "note: the base model cannot be read, so the adapter has the module names of a model without images"
-        print(f"{note} ({error}); name the base model with --base-model", file=sys.stderr)
+        note = "note: the base model cannot be read, so the adapter has the module names of a text-only model"
+        print(f"{note} ({error}); if it also accepts images, name it with --base-model", file=sys.stderr)
         return adapter.to_layout("peft")
 
 
@@ -166,10 +168,11 @@ _HUB_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 
 
 def choose_public_name(base_model: str | None, served: list[str]) -> str | None:
-    """Return a name of the base model that PEFT finds, on other machines too if a hub id is known.
+    """Return the name that PEFT can use to load the base model.
 
-    A directory gets the hub id if it is in the hub's cache, or if the server served it under a hub id. The name of
-    every other directory is its absolute path.
+    `base_model` is returned as it is unless it is a directory. For a directory, the result is the hub id if the
+    directory is in the hub's cache, or if the server served it under a hub id. A hub id also works on other machines.
+    Without a hub id, the result is the absolute path of the directory.
     """
     directory = Path(base_model or "").expanduser()
     if not base_model or not directory.is_dir():
@@ -234,10 +237,12 @@ def _import(arguments: argparse.Namespace) -> None:
         elif (arguments.name, arguments.owner, arguments.served_model_name) == (None, None, None):
             training = sampler = upload_adapter.upload(directory, arguments.server, arguments.base_model)
         else:
-            raise CommandError("--name, --owner and --served-model-name: the server chooses them with --server", 2)
+            raise CommandError(
+                "--name, --owner and --served-model-name cannot be used with --server: the server chooses these", 2
+            )
 
     print(f"imported {arguments.source}")
-    print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
+    print(f"  to train on:    {training} (no optimizer state; load it with create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
 
 
@@ -309,7 +314,7 @@ def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -
 
 
 def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], None]]:
-    """Read an adapter. Return its LoRA settings, and a function that writes its files as the server reads them.
+    """Read an adapter. Return its LoRA settings, and a function that writes it as a checkpoint into a directory.
 
     Raises CommandError if the adapter cannot be read or does not fit the base model.
     """
@@ -331,7 +336,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
 def _store_run(
     tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
-    """Store a run that is not loaded. Returns the paths of its training checkpoint and its sampler checkpoint."""
+    """Store the rows of the imported run. Returns the paths of its training checkpoint and its sampler checkpoint."""
     training, sampler = imported_runs.create(
         tx,
         artifact,

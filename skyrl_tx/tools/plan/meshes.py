@@ -1,7 +1,7 @@
 """Choose a mesh for a model and a number of devices.
 
 Meshes are ranked by the time to sample one token and to train on it, according to the roofline. If the fastest mesh
-cannot fit the longest training rows, the fastest mesh that can fit them is chosen.
+cannot train rows of the requested length, `find_fitting_candidate` looks for another mesh that can.
 """
 
 import itertools
@@ -45,7 +45,8 @@ class Candidate:
     def seconds_per_token(self) -> float:
         """Time to sample a token and train on it, if devices do not compute while they send.
 
-        Sending seldom overlaps with computing in practice, so this ranks meshes that send little first.
+        In practice, sending seldom overlaps with computing. So sending counts in full here, and meshes that send little
+        get a better rank.
         """
         return self.training.s_per_token + self.decoding.s_per_token
 
@@ -131,29 +132,30 @@ def _list_divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """Training rows that are too long for a mesh."""
+    """Says that training rows of the requested length do not fit with a mesh, and which mesh fits them."""
 
     tokens: int
-    """The length that rows should be able to have."""
+    """The row length of `--context`, or the model's context length if that is smaller."""
     mesh: MeshConfig
     """The mesh that the user named, or else the fastest mesh."""
     longest: int
     """The longest row that fits with this mesh, in tokens."""
     fitting: MeshConfig | None
-    """The fastest mesh of the same devices that fits such rows, or None."""
+    """A mesh of the same devices that fits rows of `tokens` tokens, or None if no mesh does."""
 
 
 def find_fitting_candidate(
     candidates: Sequence[Candidate], longest_row: Callable[[MeshConfig], int], tokens: int
 ) -> Candidate | None:
-    """Return a fast mesh that fits training rows of `tokens` tokens, or None. `candidates` must be fastest first.
+    """Return a mesh that fits training rows of `tokens` tokens, or None if no mesh does.
 
-    The mesh has the smallest `cp` that suffices with its `tp` and `ep`.
+    `candidates` must be in the order of `rank_meshes`. They are put into groups with equal `tp` and `ep`, and the group
+    with the fastest mesh is tried first. In the first group that has a fitting mesh, the smallest `cp` that fits is
+    chosen, and of the fitting meshes with this `cp` the fastest is returned.
 
-    `longest_row` returns the length of the longest row that fits with a mesh. This takes seconds per mesh, so most
-    meshes are skipped. Among meshes with the same `tp` and `ep`, the one with the largest `cp` fits the longest rows.
-    If `cp` is equal as well, the one with the largest `fsdp` does. Only if that mesh fits the rows are the other meshes
-    of its group tried.
+    `longest_row` returns the length of the longest row that fits with a mesh. One call takes seconds, so most meshes
+    are not tried. The longest rows of a group fit with its largest `cp`, and with the largest `fsdp` among meshes of
+    equal `cp`. So one call finds out whether a group, or all its meshes with one `cp`, can be skipped.
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
     for candidate in candidates:

@@ -1,4 +1,4 @@
-"""Checks of the grammars that clients send, and the tokens that a grammar allows."""
+"""Tests of `check_constraint`, which refuses bad grammars, and of the tokens that a `TextMatcher` allows."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_only_continuations_of_the_text_are_allowed_and_stops_at_its_end(compile
         matcher.accept(TOKENIZER.token_to_id(character))
     allowed = list_allowed(matcher)
     assert OTHER in allowed, "the text may end"
-    assert EOS not in allowed, "the sample does not stop at this token"
+    assert EOS not in allowed, "it is not a stop token of this sample"
     matcher.accept(TOKENIZER.token_to_id("c"))
     assert list_allowed(matcher) == {OTHER}
 

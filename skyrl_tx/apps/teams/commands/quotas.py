@@ -1,4 +1,4 @@
-"""`skyrl-tx quotas`: list, set and remove quotas and weights."""
+"""`skyrl-tx quotas`: list, set and remove quotas, and the weights that divide device time between owners."""
 
 import argparse
 import sys
@@ -21,8 +21,8 @@ _SUBJECT = (
     "no quota themselves"
 )
 _WEIGHT = (
-    f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; with 0 the owner runs only while no other "
-    "owner has work)"
+    f"{WEIGHT}, for an owner (1 to {quotas.MAX_WEIGHT}, default 1): while two owners have work, an owner with weight 2 "
+    "gets twice the device time of an owner with weight 1; with weight 0, an owner runs only while no other has work"
 )
 _LIMIT = f"{', '.join(LIMITS)}; or {_WEIGHT}"
 
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     setting = actions.add_parser(
         "set",
-        help="set a quota or a weight",
-        description="Set a quota or a weight. A running server applies it within about a second.",
+        help="set a quota, or an owner's weight",
+        description="Set a quota, or an owner's weight. A running server applies it within about a second.",
     )
 
     setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     finish_parser(setting, _set)
 
-    removing = actions.add_parser("remove", help="remove a quota or a weight")
+    removing = actions.add_parser("remove", help="remove a quota, or an owner's weight")
     removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
     removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or 'weight'")
     finish_parser(removing, _remove)

@@ -71,7 +71,7 @@ def test_slow_steps_name_whom_they_wait_for() -> None:
     waiting = [step(number, wall_s=6.0, queue_s=5.0) for number in range(31, 36)]
     working = [step(number, wall_s=6.0) for number in range(31, 36)]
     assert "wait for the device" in find_hints(usual + waiting, 400.0)[0].text
-    assert "their own passes" in find_hints(usual + working, 400.0)[0].text
+    assert "the requests take longer" in find_hints(usual + working, 400.0)[0].text
 
 
 def test_one_batch_of_cut_or_certain_samples_is_no_hint() -> None:
@@ -116,7 +116,10 @@ def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:
     )
     assert find_hints([step(1), last], 100.0) == []
     (hint,) = find_hints([step(1), last], 1830.0)
-    assert "Step 2 has 3 passes but no optimizer step, and its last pass ended 30 minutes ago" in hint.text
+    assert (
+        "Step 2 has 3 forward_backward requests but no optim_step, and its last request ended 30 minutes ago"
+        in hint.text
+    )
 
 
 def test_a_policy_gradient_run_without_reward_says_how_to_log_it() -> None:

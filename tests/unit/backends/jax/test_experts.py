@@ -1,4 +1,4 @@
-"""Mixture-of-experts models in the backend: memory modes, targets and the largest rank."""
+"""Tests of MoE models in the JAX backend: rematerialization, adapters without MLP layers, and the largest rank."""
 
 from pathlib import Path
 
@@ -47,7 +47,10 @@ def batch(model_id: ModelId, seed: int) -> PreparedModelPassBatch:
 
 
 def train(backend: JaxBackend, lora: LoraSpec) -> None:
-    """Take one optimizer step, after which no B is zero, and leave another gradient pending."""
+    """Take one optimizer step, so that the LoRA factors B are no longer zero. Then compute another gradient.
+
+    No optimizer step applies this second gradient.
+    """
     backend.create_model(MODEL, ModelSpec(lora=lora))
     backend.forward_backward(batch(MODEL, 0))
     backend.optim_step(MODEL, OptimizerParams(learning_rate=0.01, eps=1.0))
