@@ -47,7 +47,7 @@ class Command:
     help: str
     """One line for the list of commands."""
     group: Group
-    code: str
+    entry_point: str
     """The function that sets up the command's parser, as `package.module:function`.
 
     The function takes a `CommandParser`. It adds the arguments, and sets the default `run`: a
@@ -57,12 +57,12 @@ class Command:
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Import the code of the command, and add its arguments and `run` to a parser."""
-        pkgutil.resolve_name(self.code)(parser)
+        pkgutil.resolve_name(self.entry_point)(parser)
 
-    def make_parser(self, given: Sequence[str]) -> CommandParser:
+    def make_parser(self, argv: Sequence[str]) -> CommandParser:
         """Make the parser for a command line."""
         description = f"{self.help[0].upper()}{self.help[1:]}."
-        parser = CommandParser(given, prog=f"skyrl-tx {self.name}", description=description)
+        parser = CommandParser(argv, prog=f"skyrl-tx {self.name}", description=description)
         self.add_arguments(parser)
         return parser
 
@@ -70,7 +70,7 @@ class Command:
 class CommandParser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated flags, and suggests a flag for a misspelt one.
 
-    `given` is the command line that the parser will parse. The flags of a command may depend on the
+    `argv` is the command line that the parser will parse. The flags of a command may depend on the
     command line: for example `--backend fake` has other flags than `--backend jax`.
     """
 
@@ -80,9 +80,9 @@ class CommandParser(argparse.ArgumentParser):
     All other flags stay in the groups of argparse, in the order in which they were added.
     """
 
-    def __init__(self, given: Sequence[str] = (), **options: Any) -> None:
+    def __init__(self, argv: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
-        self.given = given
+        self.argv = argv
 
     def error(self, message: str) -> NoReturn:
         """End the process with a message about the command line."""

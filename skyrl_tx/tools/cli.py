@@ -20,109 +20,109 @@ from skyrl_tx.process.text import make_line
 
 _COMMANDS_PACKAGE = "skyrl_tx.tools.commands"
 
-# `code` is the import path `module:function` of the function that adds the command's arguments.
+# `entry_point` is the import path `module:function` of the function that adds the command's arguments.
 BUILT_IN_COMMANDS = (
     Command(
         name="serve",
         help="serve a model: run the HTTP API in this process and the engine in a child process",
         group="run",
-        code="skyrl_tx.tools.serve:add_serve_arguments",
+        entry_point="skyrl_tx.tools.serve:add_serve_arguments",
     ),
     Command(
         name="api",
         help="run only the HTTP API; `skyrl-tx engine` runs the model",
         group="run",
-        code="skyrl_tx.tools.serve:add_api_arguments",
+        entry_point="skyrl_tx.tools.serve:add_api_arguments",
     ),
     Command(
         name="engine",
         help="run only the engine; `skyrl-tx api` serves the clients",
         group="run",
-        code="skyrl_tx.tools.serve:add_engine_arguments",
+        entry_point="skyrl_tx.tools.serve:add_engine_arguments",
     ),
     Command(
         name="quickstart",
         help="train a tiny model and sample from it through the Tinker SDK (no GPU or download needed)",
         group="run",
-        code="skyrl_tx.tools.serve:add_quickstart_arguments",
+        entry_point="skyrl_tx.tools.serve:add_quickstart_arguments",
     ),
     Command(
         name="completion",
         help="print a shell script that completes commands and flags (bash, zsh, fish)",
         group="run",
-        code="skyrl_tx.tools.cli:add_completion_arguments",
+        entry_point="skyrl_tx.tools.cli:add_completion_arguments",
     ),
     Command(
         name="runs",
         help="list, show, delete and undelete training runs",
         group="weights",
-        code=f"{_COMMANDS_PACKAGE}.runs:add_run_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.runs:add_run_arguments",
     ),
     Command(
         name="checkpoints",
         help="list, delete and undelete checkpoints, or change when they expire",
         group="weights",
-        code=f"{_COMMANDS_PACKAGE}.runs:add_checkpoint_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.runs:add_checkpoint_arguments",
     ),
     Command(
         name="export",
         help="export a checkpoint as a PEFT adapter, or as a full model with the adapter merged in",
         group="weights",
-        code=f"{_COMMANDS_PACKAGE}.adapters:add_export_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.adapters:add_export_arguments",
     ),
     Command(
         name="import",
         help="import a PEFT adapter as a checkpoint",
         group="weights",
-        code=f"{_COMMANDS_PACKAGE}.adapters:add_import_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.adapters:add_import_arguments",
     ),
     Command(
         name="recover",
         help="restore checkpoints from the trash, or re-register checkpoints missing from the database",
         group="weights",
-        code=f"{_COMMANDS_PACKAGE}.recover:add_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.recover:add_arguments",
     ),
     Command(
         name="keys",
         help="create, list, rotate and revoke API keys",
         group="administration",
-        code=f"{_COMMANDS_PACKAGE}.keys:add_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.keys:add_arguments",
     ),
     Command(
         name="backup",
         help="back up the database and the weights (the server may keep running)",
         group="administration",
-        code=f"{_COMMANDS_PACKAGE}.backup:add_backup_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.backup:add_backup_arguments",
     ),
     Command(
         name="restore",
         help="create a data directory from a backup",
         group="administration",
-        code=f"{_COMMANDS_PACKAGE}.backup:add_restore_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.backup:add_restore_arguments",
     ),
     Command(
         name="status",
         help="show what a server is doing, or its last state if it is not running",
         group="diagnosis",
-        code=f"{_COMMANDS_PACKAGE}.status:add_arguments",
+        entry_point=f"{_COMMANDS_PACKAGE}.status:add_arguments",
     ),
     Command(
         name="doctor",
         help="check the machine, settings, model and data, and suggest fixes",
         group="diagnosis",
-        code="skyrl_tx.tools.doctor.command:add_arguments",
+        entry_point="skyrl_tx.tools.doctor.command:add_arguments",
     ),
     Command(
         name="plan",
         help="estimate memory use and speed of a model on given hardware (no GPU needed)",
         group="diagnosis",
-        code="skyrl_tx.tools.plan.command:add_arguments",
+        entry_point="skyrl_tx.tools.plan.command:add_arguments",
     ),
     Command(
         name="conformance",
         help="test with the tinker SDK whether a server behaves as the Tinker API requires",
         group="diagnosis",
-        code="skyrl_tx.tools.conformance.command:add_arguments",
+        entry_point="skyrl_tx.tools.conformance.command:add_arguments",
     ),
 )
 COMMANDS = {
@@ -161,10 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(COMMANDS[name], rest)
 
 
-def _run(command: Command, given: Sequence[str]) -> int:
+def _run(command: Command, argv: Sequence[str]) -> int:
     try:
         # `make_parser` needs the command line too, because the flags of `serve` depend on --backend and --sampler.
-        arguments = command.make_parser(given).parse_args(given)
+        arguments = command.make_parser(argv).parse_args(argv)
         status: int | None = arguments.run(arguments)
         sys.stdout.flush()
     except CommandError as error:
@@ -213,10 +213,10 @@ def _print_completion_script(arguments: argparse.Namespace) -> None:
     print(shellcode(["skyrl-tx"], shell=arguments.shell), end="")
 
 
-def _complete(words: Sequence[str]) -> None:
+def _complete(argv: Sequence[str]) -> None:
     """Print the completions of a command line for the shell, and exit.
 
-    `words` are the words after `skyrl-tx`. The flags of only one command are added, because importing the code of all
+    `argv` are the words after `skyrl-tx`. The flags of only one command are added, because importing the code of all
     commands would take too long.
     """
     import argcomplete  # imported here because only completion needs it
@@ -225,8 +225,8 @@ def _complete(words: Sequence[str]) -> None:
     parsers = parser.add_subparsers()
     for command in COMMANDS.values():
         command_parser = parsers.add_parser(command.name, help=command.help)
-        if words and words[0] == command.name:
-            command_parser.given = words[1:]
+        if argv and argv[0] == command.name:
+            command_parser.argv = argv[1:]
             # If a setting on the command line is invalid, complete only the names of the commands.
             with suppress(CommandError):
                 command.add_arguments(command_parser)

@@ -140,7 +140,7 @@ def add_settings(
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
     first.add_argument("--sampler", default=os.environ.get(f"{ENVIRONMENT_PREFIX}SAMPLER"))
-    chosen, _ = first.parse_known_args(parser.given)
+    chosen, _ = first.parse_known_args(parser.argv)
     file_values = {**(defaults or {}), **(read_config_file(Path(chosen.config).expanduser()) if chosen.config else {})}
 
     try:

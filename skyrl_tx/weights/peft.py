@@ -242,7 +242,7 @@ class AdapterFiles:
         return self.config["lora_alpha"] / rank
 
     @property
-    def has_fused_maps(self) -> bool:
+    def has_fused_parts(self) -> bool:
         """Whether the adapter changes single maps of fused modules.
 
         The base model knows which maps these are.

@@ -283,7 +283,7 @@ def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
             if count:
                 curves[name] = None if total is None else total / count
             if name == "ratio":
-                curves["advantages"] = count
+                curves["nonzero_advantages"] = count
     return curves
 
 

@@ -13,14 +13,14 @@ from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId
 
 _OTHERS = "other owners"
-_FEW, _MANY = 5, 50
+_SHORT_WINDOW, _LONG_WINDOW = 5, 50
 """How many of the newest steps a check looks at: few to find the present values of a run, many for its usual values."""
 _GRADIENT_FACTOR = 10.0
 _MAX_KL = 0.05
 _MAX_CLIPPED = 0.4
-_SLOWER = 2.0
+_MIN_SLOWDOWN = 2.0
 _IDLE_S = 1800.0
-_MAX_CUT = 0.5
+_MAX_CUT_SHARE = 0.5
 _MIN_SURPRISE = 0.1
 _MIN_SHARE = 0.2
 """Hints name another user of the device only if it takes at least this share of the device time of all other users."""
@@ -97,7 +97,7 @@ def _format_span(first: int, last: int) -> str:
 
 def _check_finite(steps: Sequence[OptimizerStep]) -> Hint | None:
     for name, label in (("loss_sum", "loss"), ("grad_norm", "gradient norm")):
-        last = _list_values(steps, name)[-_MANY:]
+        last = _list_values(steps, name)[-_LONG_WINDOW:]
         bad = [step for step, value in last if value is None]
         if bad:
             text = f"The {label} was NaN or infinite in {_format_span(bad[0], bad[-1])}."
@@ -107,13 +107,13 @@ def _check_finite(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_advantages(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "advantages")
+    known = _list_known_values(steps, "nonzero_advantages")
     zero_steps: list[int] = []
     for step, number in reversed(known):
         if number:
             break
         zero_steps.append(step)
-    if len(zero_steps) < _FEW:
+    if len(zero_steps) < _SHORT_WINDOW:
         return None
     span = _format_span(zero_steps[-1], zero_steps[0])
     return Hint(
@@ -125,11 +125,11 @@ def _check_advantages(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_gradient(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "grad_norm")[-_MANY:]
-    if len(known) < 2 * _FEW:
+    known = _list_known_values(steps, "grad_norm")[-_LONG_WINDOW:]
+    if len(known) < 2 * _SHORT_WINDOW:
         return None
     usual = median(value for _, value in known)
-    step, greatest = max(known[-_FEW:], key=lambda pair: pair[1])
+    step, greatest = max(known[-_SHORT_WINDOW:], key=lambda pair: pair[1])
     if not usual or greatest < _GRADIENT_FACTOR * usual:
         return None
     return Hint(
@@ -141,8 +141,8 @@ def _check_gradient(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_kl(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "kl_to_sampler")[-_FEW:]
-    if len(known) < _FEW or min(value for _, value in known) <= _MAX_KL or known[-1][1] <= known[0][1]:
+    known = _list_known_values(steps, "kl_to_sampler")[-_SHORT_WINDOW:]
+    if len(known) < _SHORT_WINDOW or min(value for _, value in known) <= _MAX_KL or known[-1][1] <= known[0][1]:
         return None
     return Hint(
         "warning",
@@ -153,8 +153,8 @@ def _check_kl(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_clipping(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "clip_fraction")[-_FEW:]
-    if len(known) < _FEW or min(value for _, value in known) <= _MAX_CLIPPED:
+    known = _list_known_values(steps, "clip_fraction")[-_SHORT_WINDOW:]
+    if len(known) < _SHORT_WINDOW or min(value for _, value in known) <= _MAX_CLIPPED:
         return None
     return Hint(
         "warning",
@@ -165,8 +165,8 @@ def _check_clipping(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_learning_rate(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "learning_rate")[-_FEW:]
-    if len(known) < min(_FEW, len(steps)) or not known or any(value for _, value in known):
+    known = _list_known_values(steps, "learning_rate")[-_SHORT_WINDOW:]
+    if len(known) < min(_SHORT_WINDOW, len(steps)) or not known or any(value for _, value in known):
         return None
     return Hint(
         "warning",
@@ -177,8 +177,8 @@ def _check_learning_rate(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_cut_samples(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "cut_share")[-_FEW:]
-    if len(known) < _FEW or (share := sum(value for _, value in known) / len(known)) <= _MAX_CUT:
+    known = _list_known_values(steps, "cut_share")[-_SHORT_WINDOW:]
+    if len(known) < _SHORT_WINDOW or (share := sum(value for _, value in known) / len(known)) <= _MAX_CUT_SHARE:
         return None
     return Hint(
         "warning",
@@ -189,8 +189,8 @@ def _check_cut_samples(steps: Sequence[OptimizerStep]) -> Hint | None:
 
 
 def _check_certainty(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "surprise")[-_FEW:]
-    if len(known) < _FEW or max(value for _, value in known) >= _MIN_SURPRISE:
+    known = _list_known_values(steps, "surprise")[-_SHORT_WINDOW:]
+    if len(known) < _SHORT_WINDOW or max(value for _, value in known) >= _MIN_SURPRISE:
         return None
     return Hint(
         "warning",
@@ -206,7 +206,7 @@ class _Slowness:
 
     usual_s: float
     recent_s: float
-    waits: bool
+    is_queueing: bool
     """Whether more than half of the additional time per step is time in the queue for the device."""
     first: OptimizerStep
     """The first of the newest steps."""
@@ -214,12 +214,12 @@ class _Slowness:
 
 def _measure_slowness(steps: Sequence[OptimizerStep]) -> _Slowness | None:
     """Compare the newest steps with the steps before. Returns None if they are not much slower."""
-    done = [step for step in steps[-2 * _MANY :] if step.is_applied and step.passes][-_MANY:]
-    if len(done) < 4 * _FEW:
+    done = [step for step in steps[-2 * _LONG_WINDOW :] if step.is_applied and step.passes][-_LONG_WINDOW:]
+    if len(done) < 4 * _SHORT_WINDOW:
         return None
-    before, newest = done[:-_FEW], done[-_FEW:]
+    before, newest = done[:-_SHORT_WINDOW], done[-_SHORT_WINDOW:]
     usual, recent = median(step.wall_s for step in before), median(step.wall_s for step in newest)
-    if not usual or recent < _SLOWER * usual or recent < 1.0:
+    if not usual or recent < _MIN_SLOWDOWN * usual or recent < 1.0:
         return None
     waited = median(step.queue_s for step in newest) - median(step.queue_s for step in before)
     return _Slowness(usual, recent, waited > (recent - usual) / 2, newest[0])
@@ -228,15 +228,17 @@ def _measure_slowness(steps: Sequence[OptimizerStep]) -> _Slowness | None:
 def find_slow_since(steps: Sequence[OptimizerStep]) -> float | None:
     """Return the time since which steps wait longer for the device than before, or None."""
     slow = _measure_slowness(steps)
-    return slow.first.began_at if slow is not None and slow.waits else None
+    return slow.first.began_at if slow is not None and slow.is_queueing else None
 
 
 def _check_slowness(steps: Sequence[OptimizerStep], other_users: Sequence[DeviceUser]) -> Hint | None:
     slow = _measure_slowness(steps)
     if slow is None:
         return None
-    reason = "they wait for the device" if slow.waits else "the requests take longer, or the client waits between them"
-    if slow.waits and (names := name_main_users(other_users)):
+    reason = (
+        "they wait for the device" if slow.is_queueing else "the requests take longer, or the client waits between them"
+    )
+    if slow.is_queueing and (names := name_main_users(other_users)):
         reason += f", which is used by {names}"
     return Hint(
         "warning",
@@ -271,7 +273,7 @@ def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
 
 
 def _check_reward(steps: Sequence[OptimizerStep]) -> Hint | None:
-    known = _list_known_values(steps, "advantages")
+    known = _list_known_values(steps, "nonzero_advantages")
     if not known:
         return None
     return Hint(

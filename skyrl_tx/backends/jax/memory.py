@@ -71,7 +71,7 @@ limited by arithmetic.
 SLOT_TOKENS = 512
 MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds for the tokens of a micro-batch on each device."""
-SUFFICIENT_TOKENS = 4096
+SATURATING_TOKENS = 4096
 """Tokens on each device that keep it busy.
 If fewer fit without rematerialization, layers are rematerialized."""
 
@@ -148,7 +148,7 @@ def find_longest_row(
     remat = plan.longest_row_policy
     fitting = costs.count_fitting_tokens(ROW_SHARE * free, remat=remat)
     if remat is RematPolicy.OFFLOAD and offload_bytes is not None:
-        fitting = max(min(fitting, offload_bytes // costs.host_token), plan.offload_above or 0)
+        fitting = max(min(fitting, offload_bytes // costs.host_token_bytes), plan.offload_above or 0)
     return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
 
 
@@ -190,9 +190,9 @@ def choose_memory_plan(size: float, costs: TrainingCosts, config: JaxConfig, *, 
 
     remat = bool(config.offload or config.remat)
     if not config.offload and config.remat is None:
-        remat = count_tokens(RematPolicy.SAVE_MATMULS) < SUFFICIENT_TOKENS
+        remat = count_tokens(RematPolicy.SAVE_MATMULS) < SATURATING_TOKENS
     plan = MemoryPlan(config.micro_batch_tokens or 0, remat, offload_above=0 if config.offload else None)
-    fitting = count_tokens(plan.get_remat_policy(SUFFICIENT_TOKENS))
+    fitting = count_tokens(plan.get_remat_policy(SATURATING_TOKENS))
     return plan if config.micro_batch_tokens else replace(plan, micro_batch_tokens=fitting * num_shards)
 
 
@@ -253,7 +253,7 @@ def _count_training_bytes(
     largest that leaves `slots_bytes` to the cache, and always for one model and the smallest
     micro-batch. `layout` is the layout of training.
     """
-    sizes = MAX_TOKENS, MAX_TOKENS // 2, SUFFICIENT_TOKENS
+    sizes = MAX_TOKENS, MAX_TOKENS // 2, SATURATING_TOKENS
     if config.micro_batch_tokens:
         sizes = (-(-config.micro_batch_tokens // count_shards(layout)),)
     policy = RematPolicy.FULL if config.remat or config.offload else RematPolicy.SAVE_MATMULS

@@ -231,7 +231,7 @@ def plan_start(
         longest = find_longest_row(left - model_bytes, costs, passes, in_training, offload_bytes)
         if passes.longest_row_policy is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
-            offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
+            offloaded_bytes = costs.host_token_bytes * tokens if tokens > (passes.offload_above or 0) else 0
 
     # Models in training, and the plan in host memory
     max_models = choose_max_models(config, params, model)

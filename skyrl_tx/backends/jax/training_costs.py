@@ -62,43 +62,47 @@ class TrainingCosts:
     gradients. Each peak has a part that is fixed and a part that grows with the number of tokens.
     """
 
-    fixed: int
+    fixed_layer_bytes: int
     """The fixed bytes while layers compute their gradients."""
-    head: int
+    fixed_logprob_bytes: int
     """The fixed bytes while log-probabilities are computed."""
-    token: int
+    token_bytes: int
     """Bytes per token if the results of matrix products are kept for the backward pass."""
-    token_with_remat: int
+    token_bytes_with_remat: int
     """Bytes per token with rematerialization."""
-    token_offloaded: int
+    token_bytes_offloaded: int
     """Bytes per token with rematerialization and the inputs of layers in host memory."""
-    host_token: int
+    host_token_bytes: int
     """Bytes of host memory per token, for offloaded inputs of layers."""
-    layer_token: int
+    layer_token_bytes: int
     """Bytes per token that exist only while layers compute their gradients.
 
-    They are included in `token`, `token_with_remat` and `token_offloaded`.
+    They are included in `token_bytes`, `token_bytes_with_remat` and `token_bytes_offloaded`.
     """
 
     def get_bytes_per_token(self, remat: RematPolicy) -> int:
         """Return the bytes per token with a remat policy."""
         match remat:
             case RematPolicy.OFFLOAD:
-                return self.token_offloaded
+                return self.token_bytes_offloaded
             case RematPolicy.FULL:
-                return self.token_with_remat
+                return self.token_bytes_with_remat
             case RematPolicy.SAVE_MATMULS | RematPolicy.NONE:
-                return self.token
+                return self.token_bytes
 
     def count_micro_batch_bytes(self, num_tokens: int, *, remat: RematPolicy) -> int:
         """Return the bytes on each device for a micro-batch with `num_tokens` tokens on each device."""
-        in_layers = self.fixed + self.get_bytes_per_token(remat) * num_tokens
-        return max(in_layers, self.head + (self.get_bytes_per_token(remat) - self.layer_token) * num_tokens)
+        token_bytes = self.get_bytes_per_token(remat)
+        layer_peak = self.fixed_layer_bytes + token_bytes * num_tokens
+        logprob_peak = self.fixed_logprob_bytes + (token_bytes - self.layer_token_bytes) * num_tokens
+        return max(layer_peak, logprob_peak)
 
     def count_fitting_tokens(self, size: float, *, remat: RematPolicy) -> int:
         """Return how many tokens of a micro-batch fit into `size` bytes; 0 or less if none fit."""
         token_bytes = self.get_bytes_per_token(remat)
-        return int(min((size - self.fixed) / token_bytes, (size - self.head) / (token_bytes - self.layer_token)))
+        in_layer_peak = (size - self.fixed_layer_bytes) / token_bytes
+        in_logprob_peak = (size - self.fixed_logprob_bytes) / (token_bytes - self.layer_token_bytes)
+        return int(min(in_layer_peak, in_logprob_peak))
 
 
 def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> TrainingCosts:
@@ -119,50 +123,52 @@ def estimate_costs(params: models.DecoderParams, config: models.ModelConfig, pla
         short, long = (count_residual_bytes(params, config, length, policy) for length in lengths)
         return (long - short) // (lengths[1] - lengths[0]) // layout.num_shards("batch")
 
-    # Arrays that are kept for the backward pass
+    # Arrays that are kept for the backward pass, in bytes per token
     itemsize = params.embed.dtype.itemsize
-    layer_input = config.hidden_size * 4
-    inputs = len(config.blocks) * layer_input
-    inputs_and_head = count_bytes_per_token(RematPolicy.FULL)  # also arrays of the final norm
-    kept = count_bytes_per_token(RematPolicy.SAVE_MATMULS) - inputs_and_head
-    mixer_outputs = min(kept, _count_mixer_output_bytes(config, itemsize))
-    kept = mixer_outputs + (kept - mixer_outputs) // tp  # mixer outputs are replicated
+    layer_input_bytes = config.hidden_size * 4
+    input_bytes = len(config.blocks) * layer_input_bytes
+    full_remat_bytes = count_bytes_per_token(RematPolicy.FULL)  # also arrays of the final norm
+    kept_bytes = count_bytes_per_token(RematPolicy.SAVE_MATMULS) - full_remat_bytes
+    mixer_output_bytes = min(kept_bytes, _count_mixer_output_bytes(config, itemsize))
+    kept_bytes = mixer_output_bytes + (kept_bytes - mixer_output_bytes) // tp  # mixer outputs are replicated
 
-    # Temporary arrays of one layer
-    experts_fixed, expert_token = _estimate_expert_costs(layout, config, itemsize)
-    one_layer = max(_count_layer_bytes(params, config), expert_token)
+    # Temporary arrays of one layer, in bytes per token
+    fixed_expert_bytes, expert_token_bytes = _estimate_expert_costs(layout, config, itemsize)
+    one_layer_bytes = max(_count_layer_bytes(params, config), expert_token_bytes)
     has_experts = count_moe_layers(config) > 0
     if not has_experts:
-        # `one_layer` already has the arrays that the layer in progress keeps. `expert_token` does not.
-        kept -= min(kept // config.num_layers, one_layer)
+        # `one_layer_bytes` already has the arrays that the layer in progress keeps. With experts it
+        # does not have them.
+        kept_bytes -= min(kept_bytes // config.num_layers, one_layer_bytes)
 
     # A temporary copy of an adapter's gradient. If the model runs as multiple loops over layers, or
     # as a loop over cycles of layers, the compiler copies parts of the gradient before it adds to
     # them. With a single loop there is no copy, but for dense models the compilers report as much
     # memory as with one. So the copy is always counted.
-    gradient = count_adapter_bytes(config, DEFAULT_RANK, layout)
+    gradient_bytes = count_adapter_bytes(config, DEFAULT_RANK, layout)
     if platform == "tpu":  # before the loop over layers, XLA copies all LoRA factors to the type of the weights
-        gradient += gradient * itemsize // 4
-    copied = count_copied_expert_bytes(params, config, platform)
-    head = _count_head_bytes(params, config, platform) + copied
+        gradient_bytes += gradient_bytes * itemsize // 4
+    copied_bytes = count_copied_expert_bytes(params, config, platform)
 
     # The arrays of experts are large, and compilers leave unused memory between them. It is about
     # as much as three arrays of logits.
-    gaps = (
+    gap_bytes = (
         3 * CHUNK_POSITIONS * config.vocab_size * 4 // tp + _count_unembedding_bytes(params, platform)
         if has_experts
         else 0
     )
+    layer_bytes = gradient_bytes + fixed_expert_bytes + gap_bytes + copied_bytes
+
     return TrainingCosts(
-        fixed=gradient + experts_fixed + _count_gathered_bytes(params, platform) + gaps + copied,
-        head=head,
-        token=inputs + kept + one_layer,
-        token_with_remat=inputs + one_layer,
-        token_offloaded=_IN_FLIGHT * layer_input + one_layer,
-        host_token=inputs,
+        fixed_layer_bytes=layer_bytes + _count_gathered_bytes(params, platform),
+        fixed_logprob_bytes=_count_logit_bytes(params, config, platform) + copied_bytes,
+        token_bytes=input_bytes + kept_bytes + one_layer_bytes,
+        token_bytes_with_remat=input_bytes + one_layer_bytes,
+        token_bytes_offloaded=_IN_FLIGHT * layer_input_bytes + one_layer_bytes,
+        host_token_bytes=input_bytes,
         # While log-probabilities are computed, the arrays of a layer do not exist yet. Instead there
         # are the arrays of the final norm, and the gradient of the hidden states after it.
-        layer_token=max(one_layer - (inputs_and_head - inputs) - layer_input, 0),
+        layer_token_bytes=max(one_layer_bytes - (full_remat_bytes - input_bytes) - layer_input_bytes, 0),
     )
 
 
@@ -171,7 +177,7 @@ def _choose_traced_lengths(config: models.ModelConfig) -> tuple[int, int]:
     return _TRACED_MOE_LENGTHS if count_moe_layers(config) else _TRACED_LENGTHS
 
 
-def _count_head_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
+def _count_logit_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
     """Return the bytes of one chunk of logits with its gradient, and of copies of the unembedding."""
     itemsize, num_logits = params.unembed_VD.dtype.itemsize, CHUNK_POSITIONS * config.vocab_size
     logits_bytes = 3 * num_logits * 4
@@ -265,8 +271,8 @@ def _count_lora_product_bytes(config: models.ModelConfig) -> int:
     These arrays are replicated over `tp`. The trace does not show them, because the backward pass
     computes them again.
     """
-    num_maps = max(sum(target.num_experts is None for target in block.targets().values()) for block in config.blocks)
-    return 2 * num_maps * DEFAULT_RANK * 4
+    num_targets = max(sum(target.num_experts is None for target in block.targets().values()) for block in config.blocks)
+    return 2 * num_targets * DEFAULT_RANK * 4
 
 
 def _count_gathered_bytes(params: models.DecoderParams, platform: str) -> int:

@@ -83,13 +83,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
-        served = _read_model_names(store)
+        served_names = _read_model_names(store)
     artifacts = open_artifact_store(arguments)
     with artifacts.keep_local(row.artifact_id):
-        _write_export(arguments, row, artifacts.open(row.artifact_id).path, served)
+        _write_export(arguments, row, artifacts.open(row.artifact_id).path, served_names)
 
 
-def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
+def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served_names: list[str]) -> None:
     """Write a checkpoint, whose files are in `source`, as an adapter or a merged model. Raises CommandError."""
     # Imported here because they import JAX.
     from skyrl_tx.models import UnsupportedModel, read_model
@@ -103,14 +103,14 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
     try:
         adapter = read_adapter(source)
         name = arguments.base_model or adapter.config.get("base_model_name_or_path")
-        name = served[-1] if name in served else name
+        name = served_names[-1] if name in served_names else name
         out.parent.mkdir(parents=True, exist_ok=True)
 
         # Write to a temporary directory and rename it, so that no half-written model is ever visible.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
-            if not name and (arguments.merge or (arguments.format == "peft" and adapter.has_fused_maps)):
+            if not name and (arguments.merge or (arguments.format == "peft" and adapter.has_fused_parts)):
                 raise CommandError("--base-model is required: the checkpoint does not name its base model")
             if arguments.merge and name:
                 with open_built_in_model(name) as source_name:
@@ -119,9 +119,9 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
                     weights, is_tied = family.bind_weights(config), config.tied_embeddings
                     merge_adapter(base, weights, adapter, folder, arguments.dtype, is_tied=is_tied)
             else:
-                public_name = choose_public_name(name, served)
+                public_name = choose_public_name(name, served_names)
                 adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": public_name})
-                _convert_layout(adapter, arguments.format, name).write(folder)
+                _convert_format(adapter, arguments.format, name).write(folder)
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
@@ -136,7 +136,7 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
         )
 
 
-def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None) -> "AdapterFiles":
+def _convert_format(adapter: "AdapterFiles", format_name: str, base_model: str | None) -> "AdapterFiles":
     """Return an adapter in the format "peft" or "cookbook", as the flag `--format` describes them.
 
     In the format "peft", tensors have the module names of the base model's Hugging Face class. If the base model cannot
@@ -147,8 +147,8 @@ def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None
     from skyrl_tx.weights import hf
     from skyrl_tx.weights.nesting import find_module_nesting
 
-    if layout != "peft" or not base_model:
-        return adapter.to_layout(layout)
+    if format_name != "peft" or not base_model:
+        return adapter.to_layout(format_name)
     try:
         with open_built_in_model(base_model) as source:
             directory = hf.resolve_model(source, with_weights=False)
@@ -156,7 +156,7 @@ def _convert_layout(adapter: "AdapterFiles", layout: str, base_model: str | None
             nesting = find_module_nesting(hf.read_json(directory, "config.json"))
         return adapter.to_layout("peft", make_adapter_format(config, family.weights, source).fused, nesting)
     except (UnsupportedModel, hf.CheckpointError) as error:
-        if adapter.has_fused_maps:
+        if adapter.has_fused_parts:
             raise
         note = "note: the base model cannot be read, so the adapter has the module names of a text-only model"
         print(f"{note} ({error}); if it also accepts images, name it with --base-model", file=sys.stderr)
@@ -167,7 +167,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 
 
-def choose_public_name(base_model: str | None, served: list[str]) -> str | None:
+def choose_public_name(base_model: str | None, served_names: list[str]) -> str | None:
     """Return the name that PEFT can use to load the base model.
 
     `base_model` is returned as it is unless it is a directory. For a directory, the result is the hub id if the
@@ -179,7 +179,7 @@ def choose_public_name(base_model: str | None, served: list[str]) -> str | None:
         return base_model
     if cached := _HUB_CACHE.search(str(directory.resolve())):
         return cached[1].replace("--", "/")
-    names = served[:-1] if base_model in served else []
+    names = served_names[:-1] if base_model in served_names else []
     return next((name for name in names if _HUB_ID.fullmatch(name)), str(directory.resolve()))
 
 
@@ -299,17 +299,17 @@ def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -
     The base model is --base-model if given, else the base model of the latest engine, else the base model in the
     configuration of the adapter.
     """
-    served = _read_model_names(store)
+    served_names = _read_model_names(store)
     try:
         path = directory / "adapter_config.json"
         named = json.loads(path.read_text()).get("base_model_name_or_path") if path.is_file() else None
         adapter_base = named if isinstance(named, str) else None
     except (OSError, ValueError, AttributeError, RecursionError):
         adapter_base = None  # `_convert` reports what is wrong with the file
-    base = arguments.base_model or (served[-1] if served else adapter_base)
+    base = arguments.base_model or (served_names[-1] if served_names else adapter_base)
     if not base:
         raise CommandError("--base-model is required: neither a server nor the adapter names the base model")
-    source, name = (served[-1], served[0]) if base in served else (base, base)
+    source, name = (served_names[-1], served_names[0]) if base in served_names else (base, base)
     return str(source), arguments.served_model_name or name
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.memory import DEFAULT_SLOTS, SAMPLE_SHARE, SUFFICIENT_TOKENS, CacheBytes
+from skyrl_tx.backends.jax.memory import DEFAULT_SLOTS, SAMPLE_SHARE, SATURATING_TOKENS, CacheBytes
 from skyrl_tx.backends.jax.start_plan import count_bytes_per_device, make_abstract_layout
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
 from skyrl_tx.tools.plan.hardware import Devices
-from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, compute_decoding_bound, compute_training_bound
 
 WEIGHT_SHARE = 0.8
 """The share of a device's memory that weights should take at most. Meshes whose weights take more rank last."""
@@ -81,7 +81,7 @@ def rank_meshes(
         weight_bytes = count_bytes_per_device(described, layout, dtype)
         num_fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
         work = Workload(
-            micro_batch_tokens=SUFFICIENT_TOKENS * shards,
+            micro_batch_tokens=SATURATING_TOKENS * shards,
             sequence_tokens=length,
             is_remat=True,
             rank=DEFAULT_RANK,
@@ -97,8 +97,8 @@ def rank_meshes(
                 mesh=mesh_config,
                 weight_bytes=weight_bytes,
                 has_fitting_weights=weight_bytes <= WEIGHT_SHARE * devices.limit_bytes,
-                training=bound_training(model, devices, mesh_config, work, **size, adapter_bytes=adapter_bytes),
-                decoding=bound_decoding(model, devices, mesh_config, work, **size, cache_bytes=cache_bytes),
+                training=compute_training_bound(model, devices, mesh_config, work, **size, adapter_bytes=adapter_bytes),
+                decoding=compute_decoding_bound(model, devices, mesh_config, work, **size, cache_bytes=cache_bytes),
             )
         )
     return sorted(candidates, key=_get_rank)
@@ -113,17 +113,18 @@ def _get_rank(candidate: Candidate) -> tuple[bool, float, int, int]:
     )
 
 
-def list_meshes(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
-    """Yield all meshes of a number of devices. `with_cp` adds meshes that split the tokens of each training row."""
-    for cp in range(1, number + 1) if with_cp else (1,):
-        if number % cp == 0:
-            yield from _list_meshes_with_cp(number // cp, cp)
+def list_meshes(num_devices: int, *, with_cp: bool) -> Iterator[MeshConfig]:
+    """Yield all meshes of `num_devices` devices. `with_cp` adds meshes that split the tokens of each training row."""
+    for cp in range(1, num_devices + 1) if with_cp else (1,):
+        if num_devices % cp == 0:
+            yield from _list_meshes_with_cp(num_devices, cp)
 
 
-def _list_meshes_with_cp(number: int, cp: int) -> Iterator[MeshConfig]:
-    for dp, fsdp, tp in itertools.product(_list_divisors(number), repeat=3):
-        if number % (dp * fsdp * tp) == 0:
-            yield MeshConfig(dp=dp, fsdp=fsdp, tp=tp, ep=number // (dp * fsdp * tp), cp=cp)
+def _list_meshes_with_cp(num_devices: int, cp: int) -> Iterator[MeshConfig]:
+    remaining = num_devices // cp
+    for dp, fsdp, tp in itertools.product(_list_divisors(remaining), repeat=3):
+        if remaining % (dp * fsdp * tp) == 0:
+            yield MeshConfig(dp=dp, fsdp=fsdp, tp=tp, ep=remaining // (dp * fsdp * tp), cp=cp)
 
 
 def _list_divisors(number: int) -> list[int]:
@@ -131,7 +132,7 @@ def _list_divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRows:
+class LengthShortfall:
     """Says that training rows of the requested length do not fit with a mesh, and which mesh fits them."""
 
     tokens: int

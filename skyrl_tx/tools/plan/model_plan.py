@@ -23,12 +23,12 @@ from skyrl_tx.tools.plan.hardware import MEASURED, Devices
 from skyrl_tx.tools.plan.meshes import (
     WEIGHT_SHARE,
     Candidate,
-    LongRows,
+    LengthShortfall,
     find_fitting_candidate,
     list_meshes,
     rank_meshes,
 )
-from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, compute_decoding_bound, compute_training_bound
 from skyrl_tx.weights import hf
 
 _SIZE_FLAGS = {
@@ -85,7 +85,7 @@ class ModelPlan:
     """The number of parameters that take part in the computation of one token."""
     samples_at_context: int
     """How many samples of the maximum length fit into the KV cache."""
-    long_rows: LongRows | None
+    shortfall: LengthShortfall | None
     """Set if training rows of `--context` tokens do not fit.
 
     This is checked with the mesh that the user named, or else with the fastest mesh.
@@ -135,12 +135,12 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
 
     # If training rows of `--context` tokens do not fit, look for a mesh that fits them, including `cp`.
     longest = get_longest_row(candidates[0].mesh)
-    long_rows = None
+    shortfall = None
     row_tokens = min(config.max_context_length or 0, model.max_context_length)
     if longest < row_tokens:
         all_candidates = rank_meshes(model, config, devices, dtype, list_meshes(devices.number, with_cp=True))
         fitting = find_fitting_candidate(all_candidates, get_longest_row, row_tokens)
-        long_rows = LongRows(row_tokens, candidates[0].mesh, longest, fitting and fitting.mesh)
+        shortfall = LengthShortfall(row_tokens, candidates[0].mesh, longest, fitting and fitting.mesh)
         if fitting is not None and not is_mesh_given:
             candidates = [fitting, *(candidate for candidate in all_candidates if candidate is not fitting)]
 
@@ -159,7 +159,7 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         rates=tuple(_compute_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
         num_active=count_frozen_macs(model),
         samples_at_context=plan.samples.count_samples(plan.samples.max_length),
-        long_rows=long_rows,
+        shortfall=shortfall,
     )
     return replace(model_plan, warnings=tuple(_find_warnings(model_plan, config)))
 
@@ -195,15 +195,16 @@ def _list_items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("temporary", max(plan.pass_bytes, plan.slice_bytes), detail)
 
 
-def _describe_long_rows(rows: LongRows, model_plan: ModelPlan) -> str:
+def _describe_shortfall(shortfall: LengthShortfall, model_plan: ModelPlan) -> str:
     problem = (
-        f"a training row of {rows.tokens} tokens does not fit with mesh {rows.mesh}, which fits at most {rows.longest}"
+        f"a training row of {shortfall.tokens} tokens does not fit with mesh {shortfall.mesh}, which fits at most "
+        f"{shortfall.longest}"
     )
-    if rows.fitting is None:
+    if shortfall.fitting is None:
         return f"{problem}; no mesh of {model_plan.devices} fits it"
-    if rows.fitting == model_plan.chosen.mesh:
-        return f"{problem}, so mesh {rows.fitting} was chosen, which fits it"
-    return f"{problem}. It fits with --mesh {rows.fitting}"
+    if shortfall.fitting == model_plan.chosen.mesh:
+        return f"{problem}, so mesh {shortfall.fitting} was chosen, which fits it"
+    return f"{problem}. It fits with --mesh {shortfall.fitting}"
 
 
 def _compute_rates(
@@ -225,9 +226,9 @@ def _compute_rates(
 
     # The bounds of this work.
     adapter_bytes = count_adapter_bytes(model, DEFAULT_RANK, make_abstract_layout(chosen))
-    training = bound_training(model, devices, chosen, work, **size, adapter_bytes=adapter_bytes)
+    training = compute_training_bound(model, devices, chosen, work, **size, adapter_bytes=adapter_bytes)
     yield _make_rate("training", training, devices, f"rank {DEFAULT_RANK}, sequences of {work.sequence_tokens} tokens")
-    decoding = bound_decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
+    decoding = compute_decoding_bound(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
     yield _make_rate("sampling", decoding, devices, f"{num_slots} samples of {length} tokens, base model")
 
 
@@ -298,8 +299,8 @@ def _find_warnings(model_plan: ModelPlan, config: JaxConfig) -> Iterator[str]:
         )
     if (config.max_context_length or 0) > max_length:
         yield f"--context {config.max_context_length} is more than the model's limit of {max_length} tokens"
-    if (rows := model_plan.long_rows) is not None:
-        yield _describe_long_rows(rows, model_plan)
+    if (shortfall := model_plan.shortfall) is not None:
+        yield _describe_shortfall(shortfall, model_plan)
 
     # Speed.
     if plan.max_models == 1 and config.max_lora_adapters is None:

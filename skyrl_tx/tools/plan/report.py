@@ -9,7 +9,7 @@ from skyrl_tx.backends.jax.mesh import make_training_layout
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.launch.command_line import Record, format_table
 from skyrl_tx.process.units import format_bytes
-from skyrl_tx.tools.plan.meshes import Candidate, LongRows
+from skyrl_tx.tools.plan.meshes import Candidate, LengthShortfall
 from skyrl_tx.tools.plan.model_plan import ModelPlan
 
 _NUM_SHOWN_MESHES = 4
@@ -53,7 +53,7 @@ def make_record(model_plan: ModelPlan) -> Record:
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
-        "long_rows": None if model_plan.long_rows is None else _make_long_rows_record(model_plan.long_rows),
+        "long_rows": None if model_plan.shortfall is None else _make_shortfall_record(model_plan.shortfall),
         "kernels": list(explain_kernels(plan.kernels, model_plan.model)),
         "rates": [asdict(rate) for rate in model_plan.rates],
         "warnings": list(model_plan.warnings),
@@ -106,9 +106,14 @@ def format_plan(model_plan: ModelPlan) -> Iterator[str]:
     yield from ("", f"skyrl-tx serve --base-model {model_plan.base_model}{_format_flags(model_plan.chosen.mesh)}")
 
 
-def _make_long_rows_record(rows: LongRows) -> Record:
-    fitting = None if rows.fitting is None else rows.fitting.model_dump()
-    return {"tokens": rows.tokens, "mesh": rows.mesh.model_dump(), "longest": rows.longest, "fitting_mesh": fitting}
+def _make_shortfall_record(shortfall: LengthShortfall) -> Record:
+    fitting = None if shortfall.fitting is None else shortfall.fitting.model_dump()
+    return {
+        "tokens": shortfall.tokens,
+        "mesh": shortfall.mesh.model_dump(),
+        "longest": shortfall.longest,
+        "fitting_mesh": fitting,
+    }
 
 
 def _format_long_rows(model_plan: ModelPlan) -> Iterator[str]:

@@ -90,7 +90,7 @@ class _Weights:
         return cls(itemsize * common / mesh.tp, itemsize * experts / (mesh.tp * mesh.ep))
 
 
-def bound_training(
+def compute_training_bound(
     model: ModelConfig,
     devices: Devices,
     mesh: MeshConfig,
@@ -135,7 +135,7 @@ def bound_training(
     )
 
 
-def bound_decoding(
+def compute_decoding_bound(
     model: ModelConfig,
     devices: Devices,
     mesh: MeshConfig,

@@ -20,10 +20,10 @@ from skyrl_tx.grammars.matcher import GrammarCompiler, TextMatcher
 from tests.support.child_process import run_in_own_process
 from tests.support.tiny_tokenizer import PACKAGED
 
-TEXT = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
-TOKENIZER = Tokenizer.from_str(TEXT)
+TOKENIZER_JSON = (PACKAGED / "tokenizer.json").read_text(encoding="utf-8")
+TOKENIZER = Tokenizer.from_str(TOKENIZER_JSON)
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
-EOS, OTHER = TOKENIZER.token_to_id("<|im_end|>"), TOKENIZER.token_to_id("<|endoftext|>")
+EOS, STOP_TOKEN = TOKENIZER.token_to_id("<|im_end|>"), TOKENIZER.token_to_id("<|endoftext|>")
 OWNER = "ann"
 MAX_CHECK_S = 5.0
 """A check of the largest hostile grammar may take this long on a busy machine; it is usually below 0.3 s."""
@@ -31,14 +31,14 @@ MAX_CHECK_S = 5.0
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(lambda: TEXT, VOCAB_SIZE, (EOS,))
+    compiler = GrammarCompiler(lambda: TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
     yield compiler
     compiler.close()
 
 
 def start(compiler: GrammarCompiler, kind: str, text: str, errors: list[UserError] | None = None) -> TextMatcher:
     compiled = compiler.begin(Constraint(kind=kind, text=text), OWNER).result()
-    return compiler.make_matcher(compiled, (OTHER,), OWNER, [] if errors is None else errors)
+    return compiler.make_matcher(compiled, (STOP_TOKEN,), OWNER, [] if errors is None else errors)
 
 
 def encode(text: str) -> list[int]:
@@ -51,16 +51,16 @@ def list_allowed(matcher: TextMatcher) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def test_only_continuations_of_the_text_are_allowed_and_stops_at_its_end(compiler: GrammarCompiler) -> None:
+def test_tokens_that_continue_the_text_are_allowed_and_stop_tokens_at_its_end(compiler: GrammarCompiler) -> None:
     matcher = start(compiler, "choice", '["ab", "abc"]')
     assert {TOKENIZER.decode([token]) for token in list_allowed(matcher)} <= {"a", "ab", "abc"}
     for character in "ab":
         matcher.accept(TOKENIZER.token_to_id(character))
     allowed = list_allowed(matcher)
-    assert OTHER in allowed, "the text may end"
+    assert STOP_TOKEN in allowed, "the text may end"
     assert EOS not in allowed, "it is not a stop token of this sample"
     matcher.accept(TOKENIZER.token_to_id("c"))
-    assert list_allowed(matcher) == {OTHER}
+    assert list_allowed(matcher) == {STOP_TOKEN}
 
 
 def test_samples_of_a_request_are_independent(compiler: GrammarCompiler) -> None:
@@ -88,7 +88,7 @@ def test_a_grammar_that_becomes_too_complex_stops_its_sample_only(
         matcher.accept(TOKENIZER.token_to_id("ab"[step * step % 3 % 2]))
         allowed = list_allowed(matcher)
     assert ["too complex" in error.message for error in errors] == [True]
-    assert allowed == {OTHER}
+    assert allowed == {STOP_TOKEN}
 
 
 def test_a_token_that_takes_too_long_stops_its_sample(
@@ -96,11 +96,11 @@ def test_a_token_that_takes_too_long_stops_its_sample(
 ) -> None:
     monkeypatch.setattr("skyrl_tx.grammars.matcher._MAX_TOKEN_S", 0.0)
     errors: list[UserError] = []
-    assert list_allowed(start(compiler, "regex", "[ab]*", errors)) == {OTHER}
+    assert list_allowed(start(compiler, "regex", "[ab]*", errors)) == {STOP_TOKEN}
     assert ["a token took" in error.message for error in errors] == [True]
 
 
-def test_a_model_without_tokenizer_is_named() -> None:
+def test_an_error_of_the_tokenizer_is_the_error_of_the_request() -> None:
     def fail() -> str:
         raise UserError("no tokenizer")
 
@@ -140,7 +140,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_checked_soon_while_other_threads_run(name: str) -> None:
+def test_a_hostile_grammar_is_checked_quickly_and_does_not_block_other_threads(name: str) -> None:
     kind, text = HOSTILE[name]
     pauses = [0.0]
     is_over = threading.Event()
@@ -178,7 +178,9 @@ def test_a_hostile_grammar_is_checked_soon_while_other_threads_run(name: str) ->
         ([97, 89, 83], False),
     ],
 )
-def test_large_values_of_multiple_of_are_refused(values: list[float], is_supported: bool) -> None:
+def test_values_of_multiple_of_with_a_large_sum_or_common_multiple_are_refused(
+    values: list[float], is_supported: bool
+) -> None:
     parts = {f"p{n}": {"type": "number", "multipleOf": value} for n, value in enumerate(values)}
     constraint = Constraint(kind="json_schema", text=json.dumps({"properties": parts}))
     if is_supported:

@@ -7,24 +7,24 @@ COMMANDS = (
         name="usage",
         help="show tokens, device seconds and storage by owner, project, key, session, run or day",
         group="administration",
-        code="skyrl_tx.apps.teams.commands.usage:add_arguments",
+        entry_point="skyrl_tx.apps.teams.commands.usage:add_arguments",
     ),
     Command(
         name="projects",
         help="list projects, and add or remove their members",
         group="administration",
-        code="skyrl_tx.apps.teams.commands.projects:add_arguments",
+        entry_point="skyrl_tx.apps.teams.commands.projects:add_arguments",
     ),
     Command(
         name="quotas",
         help="list, set and remove quotas and weights of owners",
         group="administration",
-        code="skyrl_tx.apps.teams.commands.quotas:add_arguments",
+        entry_point="skyrl_tx.apps.teams.commands.quotas:add_arguments",
     ),
     Command(
         name="audit",
         help="show the audit log of checkpoints, keys, quotas and projects",
         group="administration",
-        code="skyrl_tx.apps.teams.commands.audit:add_arguments",
+        entry_point="skyrl_tx.apps.teams.commands.audit:add_arguments",
     ),
 )

@@ -82,18 +82,19 @@ def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 
 def _set(arguments: argparse.Namespace) -> None:
     value = parse_amount(arguments.value)
-    _put(arguments, value)
+    _change_quota(arguments, value)
     consequence = "" if arguments.over == "wait" else "; requests beyond it fail"
     print(f"{arguments.limit} of {arguments.subject} is {format_amount(value)}{consequence}")
 
 
 def _remove(arguments: argparse.Namespace) -> None:
-    if not _put(arguments, None):
+    if not _change_quota(arguments, None):
         raise CommandError(f"{arguments.subject} has no {arguments.limit}; `skyrl-tx quotas list` shows all")
     print(f"removed {arguments.limit} of {arguments.subject}")
 
 
-def _put(arguments: argparse.Namespace, value: int | None) -> bool:
+def _change_quota(arguments: argparse.Namespace, value: int | None) -> bool:
+    """Set a quota or a weight, or remove it if `value` is None. Returns False if there was nothing to remove."""
     subject, limit = Subject.parse(arguments.subject), arguments.limit
     over: OverQuota = "wait" if value is None else arguments.over
     quotas.check_quota(subject, limit, value, over)

@@ -88,7 +88,7 @@ def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() 
     values = {"loss:sum": 6.0, "num_tokens:sum": 100.0, "ratio_count:sum": 3.0, "ratio:sum": 3.3}
     (step,) = fold_points([point(1, "train", 0, values=values)])
     assert step.values["loss"] == 2.0 and step.values["ratio"] == pytest.approx(1.1)
-    assert step.values["advantages"] == 3.0 and not step.is_applied
+    assert step.values["nonzero_advantages"] == 3.0 and not step.is_applied
 
 
 def test_a_loss_is_divided_by_the_weights_that_are_known() -> None:

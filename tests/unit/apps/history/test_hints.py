@@ -28,7 +28,7 @@ GOOD: Mapping[str, float | None] = {
     "kl_to_sampler": 0.01,
     "clip_fraction": 0.1,
     "learning_rate": 1e-4,
-    "advantages": 8.0,
+    "nonzero_advantages": 8.0,
     "cut_share": 0.2,
     "surprise": 0.8,
 }
@@ -47,7 +47,7 @@ def test_a_healthy_run_gives_no_hint() -> None:
     [
         ({"loss_sum": None}, "loss was NaN or infinite in steps 41–45"),
         ({"grad_norm": None}, "gradient norm was NaN"),
-        ({"advantages": 0.0}, "All advantages were 0 in steps 41–45"),
+        ({"nonzero_advantages": 0.0}, "All advantages were 0 in steps 41–45"),
         ({"grad_norm": 30.0}, "30 times its median"),
         ({"clip_fraction": 0.5}, "50% of the ratios are clipped"),
         ({"learning_rate": 0.0}, "learning rate is 0"),

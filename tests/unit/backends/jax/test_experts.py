@@ -16,7 +16,7 @@ from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 
-MODEL, AGAIN = ModelId("m"), ModelId("again")
+MODEL, RESTORED = ModelId("m"), ModelId("restored")
 MAX_RANK = 48  # larger than the width of an expert
 
 
@@ -58,26 +58,31 @@ def train(backend: JaxBackend, lora: LoraSpec) -> None:
 
 
 @pytest.mark.slow
-def test_layers_computed_twice_give_the_same_gradient(directory: Path) -> None:
-    found = []
+def test_remat_gives_the_same_gradient(directory: Path) -> None:
+    gradients = []
     for remat in (False, True):
         backend = start(directory, remat=remat)
         train(backend, LoraSpec(rank=4, seed=1))
-        found.append(backend.capture(MODEL, ALL_PARTS).parts[StatePart.GRADIENT])
+        gradients.append(backend.capture(MODEL, ALL_PARTS).parts[StatePart.GRADIENT])
         backend.close()
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[0]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
 
 
 @pytest.mark.slow
-def test_experts_that_are_not_trained_stay_as_they_are(directory: Path) -> None:
+def test_without_train_mlp_adapters_of_dense_and_expert_layers_stay_zero(directory: Path) -> None:
     backend = start(directory)
     train(backend, LoraSpec(rank=4, seed=1, train_mlp=False))
-    held = backend.capture(MODEL, ALL_PARTS)
-    for name, pair in held.parts[StatePart.WEIGHTS].items():
-        is_expert = name.startswith(EXPERT_PREFIX) or name in ("gate_proj", "up_proj", "down_proj")
-        for part in (pair.a, pair.b, held.parts[StatePart.GRADIENT][name].a, held.parts[StatePart.GRADIENT][name].b):
-            assert bool(np.any(part)) != is_expert, name
+    snapshot = backend.capture(MODEL, ALL_PARTS)
+    for name, pair in snapshot.parts[StatePart.WEIGHTS].items():
+        is_mlp = name.startswith(EXPERT_PREFIX) or name in ("gate_proj", "up_proj", "down_proj")
+        for part in (
+            pair.a,
+            pair.b,
+            snapshot.parts[StatePart.GRADIENT][name].a,
+            snapshot.parts[StatePart.GRADIENT][name].b,
+        ):
+            assert bool(np.any(part)) != is_mlp, name
     backend.close()
 
 
@@ -87,16 +92,16 @@ def test_the_largest_rank_trains_and_is_restored_bit_equal(directory: Path, tmp_
     lora = LoraSpec(rank=MAX_RANK, seed=1)
     train(backend, lora)
     backend.capture(MODEL, ALL_PARTS).write(tmp_path)
-    backend.restore(AGAIN, ModelSpec(lora=lora), backend.open_snapshot(tmp_path), ALL_PARTS)
-    stepped = [backend.optim_step(model_id, OptimizerParams(learning_rate=0.01)) for model_id in (MODEL, AGAIN)]
+    backend.restore(RESTORED, ModelSpec(lora=lora), backend.open_snapshot(tmp_path), ALL_PARTS)
+    stepped = [backend.optim_step(model_id, OptimizerParams(learning_rate=0.01)) for model_id in (MODEL, RESTORED)]
     assert stepped[0] == stepped[1] and stepped[0]["unclipped_grad_l2:mean"] > 0
 
-    results = [backend.forward_backward(batch(model_id, 2)) for model_id in (MODEL, AGAIN)]
-    for mine, again in zip(*results, strict=True):
-        np.testing.assert_array_equal(mine.logprobs, again.logprobs)
-        assert np.isfinite(mine.logprobs).all()
+    results = [backend.forward_backward(batch(model_id, 2)) for model_id in (MODEL, RESTORED)]
+    for original, restored in zip(*results, strict=True):
+        np.testing.assert_array_equal(original.logprobs, restored.logprobs)
+        assert np.isfinite(original.logprobs).all()
 
-    one, other = (backend.capture(model_id, ALL_PARTS) for model_id in (MODEL, AGAIN))
-    assert set(one.parts) == ALL_PARTS
-    jax.tree.map(np.testing.assert_array_equal, one.parts, other.parts)
+    original, restored = (backend.capture(model_id, ALL_PARTS) for model_id in (MODEL, RESTORED))
+    assert set(original.parts) == ALL_PARTS
+    jax.tree.map(np.testing.assert_array_equal, original.parts, restored.parts)
     backend.close()

@@ -40,13 +40,13 @@ from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
 COSTS = TrainingCosts(
-    fixed=100 * MIB,
-    head=0,
-    token=MIB,
-    token_with_remat=MIB // 8,
-    token_offloaded=MIB // 32,
-    host_token=MIB // 10,
-    layer_token=0,
+    fixed_layer_bytes=100 * MIB,
+    fixed_logprob_bytes=0,
+    token_bytes=MIB,
+    token_bytes_with_remat=MIB // 8,
+    token_bytes_offloaded=MIB // 32,
+    host_token_bytes=MIB // 10,
+    layer_token_bytes=0,
 )
 MODEL = ModelId("m")
 SPEC = ModelSpec(lora=LoraSpec(rank=4, seed=1))

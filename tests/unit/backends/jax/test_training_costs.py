@@ -33,13 +33,13 @@ HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 def test_remat_keeps_less(tiny):
     found = estimate_costs(tiny.params, tiny.config, "cpu")
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
-    assert hidden < found.token_with_remat < found.token
+    assert hidden < found.token_bytes_with_remat < found.token_bytes
 
 
 def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
     found, (rows, length) = estimate_costs(tiny.params, tiny.config, "cpu"), (2, 64)
     in_flight = 2 * 4 * tiny.config.hidden_size
-    assert found.token_with_remat - found.token_offloaded == found.host_token - in_flight
+    assert found.token_bytes_with_remat - found.token_bytes_offloaded == found.host_token_bytes - in_flight
 
     def on_host(remat: RematPolicy) -> int:
         def run(weights, scale, tokens_BT):
@@ -53,7 +53,7 @@ def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
         arrays = [array for array in traced.out_avals if array.memory_space.name == "Host"]
         return sum(array.size * array.dtype.itemsize for array in arrays)
 
-    assert on_host(RematPolicy.OFFLOAD) == found.host_token * rows * length
+    assert on_host(RematPolicy.OFFLOAD) == found.host_token_bytes * rows * length
     assert on_host(RematPolicy.FULL) == 0
 
 
@@ -206,7 +206,7 @@ def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
     assert with_kernel.count_micro_batch_bytes(4096, remat=RematPolicy.SAVE_MATMULS) == pytest.approx(
         compiled_gib * GIB, rel=0.15
     )
-    assert with_kernel.token < estimate_costs(replace(shapes, layout=layout), model, "tpu").token
+    assert with_kernel.token_bytes < estimate_costs(replace(shapes, layout=layout), model, "tpu").token_bytes
 
 
 def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:

@@ -12,7 +12,7 @@ from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.models.flops import count_exchanged_elements
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import list_meshes, rank_meshes
-from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training
+from skyrl_tx.tools.plan.roofline import Workload, compute_decoding_bound, compute_training_bound
 from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
@@ -26,21 +26,21 @@ FROZEN, PARAMETERS = 7_568_097_280, 8_190_735_360
 
 def test_training_of_a_dense_model() -> None:
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
-    bound = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    bound = compute_training_bound(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     lora = 8 * (36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936)
     mixing = 36 * 2 * 32 * 128 * 1025 / 2  # on average, a position of 1,024 reads 512.5 positions
     assert bound.arithmetic_s == pytest.approx(2 * 4096 * (3 * FROZEN + 4 * (lora + mixing)) / 989.5e12)
     assert bound.memory_s == pytest.approx(3 * 2 * (PARAMETERS - 151936 * 4096) / 4.8e12)
     assert bound.links_s == 0 and bound.bottleneck == "arithmetic"
     assert bound.tokens_per_s == pytest.approx(4096 / bound.arithmetic_s)
-    kept = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
+    kept = compute_training_bound(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
     assert kept.arithmetic_s == pytest.approx(2 * 4096 * (2 * FROZEN + 3 * (lora + mixing)) / 989.5e12)
 
 
 def test_decoding_of_a_dense_model_reads_weights_and_cache() -> None:
     cache = 32 * 1024 * 36 * 2 * 8 * 128 * 2
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": cache}
-    bound = bound_decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    bound = compute_decoding_bound(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     assert bound.bottleneck == "memory"
     assert bound.memory_s == pytest.approx((2 * (PARAMETERS - 151936 * 4096) + cache) / 4.8e12)
     position = 36 * 2 * 32 * 128 * 1024
@@ -51,20 +51,20 @@ def test_decoding_of_a_mixture_reads_the_experts_that_are_met() -> None:
     experts, rest = 48 * 128 * 3 * 2048 * 768, 30_532_122_624 - 48 * 128 * 3 * 2048 * 768 - 151936 * 2048
     size = {"num_parameters": 30_532_122_624, "itemsize": 2, "cache_bytes": 0}
     met = 1 - (120 / 128) ** 32
-    whole = bound_decoding(MIXTURE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    whole = compute_decoding_bound(MIXTURE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     assert whole.memory_s == pytest.approx(2 * (rest + met * experts) / 4.8e12)
-    cut = bound_decoding(MIXTURE, parse_devices("h200:8"), MeshConfig(tp=2, ep=4), WORK, **size)
+    cut = compute_decoding_bound(MIXTURE, parse_devices("h200:8"), MeshConfig(tp=2, ep=4), WORK, **size)
     assert cut.memory_s == pytest.approx(2 * (rest / 2 + met * experts / 8) / 4.8e12)
 
 
 def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
     devices, size = parse_devices("h200:4"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
     weights, gradient = 2 * (PARAMETERS - 151936 * 4096), 10**9
-    over_dp = bound_training(DENSE, devices, MeshConfig(dp=4), WORK, **size)
+    over_dp = compute_training_bound(DENSE, devices, MeshConfig(dp=4), WORK, **size)
     assert over_dp.links_s == pytest.approx(2 * gradient * 3 / 4 / 450e9)
-    over_fsdp = bound_training(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
+    over_fsdp = compute_training_bound(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
     assert over_fsdp.links_s == pytest.approx((3 * weights + 2 * gradient) * 3 / 4 / 450e9)
-    over_tp = bound_training(DENSE, devices, MeshConfig(tp=4), WORK, **size)
+    over_tp = compute_training_bound(DENSE, devices, MeshConfig(tp=4), WORK, **size)
     assert over_tp.links_s == pytest.approx(3 * 36 * 2 * 2 * 3 / 4 * 4096 * 4096 * 4 / 450e9)
     assert over_dp.arithmetic_s == over_fsdp.arithmetic_s == over_tp.arithmetic_s
     assert over_dp.memory_s == over_fsdp.memory_s == 4 * over_tp.memory_s
@@ -74,10 +74,10 @@ def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
 def test_devices_of_cp_exchange_heads_for_tokens() -> None:
     devices, size = parse_devices("h200:8"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 0}
     weights, rows = 2 * (PARAMETERS - 151936 * 4096), 4096 / 8
-    over_cp = bound_training(DENSE, devices, MeshConfig(cp=8), WORK, **size)
+    over_cp = compute_training_bound(DENSE, devices, MeshConfig(cp=8), WORK, **size)
     heads = 36 * 2 * (32 + 8) * 128  # queries and outputs, keys and values
     assert over_cp.links_s == pytest.approx(3 * 7 / 8 * (weights + rows * heads * 2) / 450e9)
-    over_both = bound_training(DENSE, devices, MeshConfig(tp=2, cp=4), WORK, **size)
+    over_both = compute_training_bound(DENSE, devices, MeshConfig(tp=2, cp=4), WORK, **size)
     sums = 36 * 2 * 2 / 2 * 4096 / 4 * 4096 * 4
     exchanged = 3 / 4 * (weights / 2 + 4096 / 4 * heads / 2 * 2)
     assert over_both.links_s == pytest.approx(3 * (sums + exchanged) / 450e9)
@@ -107,8 +107,10 @@ def test_published_models_have_a_mesh(name: str) -> None:
 
 def test_samples_on_devices_of_dp_share_no_work() -> None:
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": 0}
-    one = bound_decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
-    four = bound_decoding(DENSE, parse_devices("h200:4"), MeshConfig(dp=4), replace(WORK, num_slots=128), **size)
+    one = compute_decoding_bound(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    four = compute_decoding_bound(
+        DENSE, parse_devices("h200:4"), MeshConfig(dp=4), replace(WORK, num_slots=128), **size
+    )
     assert four.links_s == 0 and four.memory_s == one.memory_s and four.arithmetic_s == one.arithmetic_s
 
 
