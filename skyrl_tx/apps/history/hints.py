@@ -14,7 +14,7 @@ from skyrl_tx.contract.ids import ModelId
 
 _OTHERS = "other owners"
 _SHORT_WINDOW, _LONG_WINDOW = 5, 50
-"""How many of the newest steps a check looks at: few to find the present values of a run, many for its usual values."""
+"""Checks read the current values of a run from the last 5 steps, and its usual values from the last 50."""
 _GRADIENT_FACTOR = 10.0
 _MAX_KL = 0.05
 _MAX_CLIPPED = 0.4
@@ -38,10 +38,10 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """Somebody who used the device at the same time as a given run, and for how long.
+    """Who else used the device at the same time as a given run, and for how long.
 
-    This is another owner with all their runs, another run of the same owner, or the same owner's samples of base
-    weights.
+    This is another owner with all their runs, another run of the same owner, or the same owner's samples of the base
+    model.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _check_clipping(steps: Sequence[OptimizerStep]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"{known[-1][1]:.0%} of the ratios are clipped: most tokens no longer contribute to the gradient.",
+        f"{known[-1][1]:.0%} of the ratios are clipped. Clipped tokens do not contribute to the gradient.",
         "Make fewer updates per batch, or lower the learning rate.",
         known[0][0],
     )

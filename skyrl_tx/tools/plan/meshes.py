@@ -21,16 +21,16 @@ from skyrl_tx.tools.plan.hardware import Devices
 from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, compute_decoding_bound, compute_training_bound
 
 WEIGHT_SHARE = 0.8
-"""The share of a device's memory that weights should take at most. Meshes whose weights take more rank last."""
+"""The share of a device's memory that weights should take at most. Meshes with larger weights are ranked last."""
 _SEQUENCE_TOKENS = 4096
 """Length of training sequences and samples when meshes are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A mesh with the bounds of its speed.
+    """A mesh with upper bounds for its speed in training and decoding.
 
-    The training bound is for micro-batches that keep a device busy, the decoding bound for as many samples as fit.
+    Training is for micro-batches that keep a device busy, decoding for as many samples as fit into its memory.
     """
 
     mesh: MeshConfig
@@ -133,7 +133,7 @@ def _list_divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LengthShortfall:
-    """Says that training rows of the requested length do not fit with a mesh, and which mesh fits them."""
+    """The memory of a mesh is too small for training rows of the requested length. Names a mesh with enough memory."""
 
     tokens: int
     """The row length of `--context`, or the model's context length if that is smaller."""
@@ -155,8 +155,8 @@ def find_fitting_candidate(
     chosen, and of the fitting meshes with this `cp` the fastest is returned.
 
     `longest_row` returns the length of the longest row that fits with a mesh. One call takes seconds, so most meshes
-    are not tried. The longest rows of a group fit with its largest `cp`, and with the largest `fsdp` among meshes of
-    equal `cp`. So one call finds out whether a group, or all its meshes with one `cp`, can be skipped.
+    are not tried. In a group, the mesh with the largest `cp` has memory for the longest rows, and among meshes of
+    equal `cp` the one with the largest `fsdp`. So one call for this mesh tells whether the whole group can be skipped.
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
     for candidate in candidates:

@@ -74,8 +74,11 @@ def test_samples_of_a_request_are_independent(compiler: GrammarCompiler) -> None
 def test_a_grammar_that_becomes_too_complex_stops_its_sample_only(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is reported, and the sample can only stop: an exception would interrupt other samples."""
-    from llguidance import LLParserLimits  # not on import of this module, see `check_imports`
+    """The matcher records the error and then allows only stop tokens.
+
+    It raises no exception, because that would interrupt the samples of other requests.
+    """
+    from llguidance import LLParserLimits  # imported here, because other tests must start without this package
 
     limits = LLParserLimits(max_lexer_states=30, verbose_errors=False)
     monkeypatch.setattr("skyrl_tx.grammars.matcher.make_limits", lambda: limits)
@@ -100,7 +103,7 @@ def test_a_token_that_takes_too_long_stops_its_sample(
     assert ["a token took" in error.message for error in errors] == [True]
 
 
-def test_an_error_of_the_tokenizer_is_the_error_of_the_request() -> None:
+def test_a_tokenizer_error_fails_the_request_with_the_same_message() -> None:
     def fail() -> str:
         raise UserError("no tokenizer")
 
@@ -193,6 +196,7 @@ def test_values_of_multiple_of_with_a_large_sum_or_common_multiple_are_refused(
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_tx.grammars.grammar._MAX_CHECK_S", 0.0)
     with pytest.raises(FieldError, match="field: is too complex"):
+        # No other test has this text: the results of checks are cached.
         check_constraint(Constraint(kind="regex", text="a grammar of this test alone"), "field", OWNER)
 
 
@@ -209,6 +213,7 @@ def test_a_slow_check_does_not_delay_checks_of_other_owners(monkeypatch: pytest.
             pool.submit(check_constraint, Constraint(kind="regex", text=f"slow {n}"), "regex", "ann") for n in range(4)
         ]
         try:
+            # No other test has this text: the results of checks are cached.
             check_constraint(Constraint(kind="regex", text="a text of this test alone"), "regex", "bob")
             assert not any(future.done() for future in slow)
         finally:
