@@ -38,7 +38,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """Who else used the device at the same time as a given run, and for how long.
+    """Another user of the device beside a given run, and its device time.
 
     This is another owner with all their runs, another run of the same owner, or the same owner's samples of the base
     model.
