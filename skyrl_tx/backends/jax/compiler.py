@@ -352,13 +352,18 @@ class Popularity:
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
 
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(total, indent=1))
-            temporary.replace(self._path)
+            replace_json(self._path, total)
         except OSError as error:
             log.warning("cannot write the popular programs, so the next start compiles in a fixed order: %s", error)
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file at once, so that other servers never read a part of it. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(json.dumps(content, indent=1))
+    temporary.replace(path)
 
 
 _CompilerOptions = dict[str, bool | int | str] | None

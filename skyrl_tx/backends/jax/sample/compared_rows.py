@@ -14,6 +14,8 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from skyrl_tx.backends.jax.compiler import replace_json
+
 log = logging.getLogger(__name__)
 
 _PRODUCT = Path(__file__).parents[3]
@@ -44,11 +46,8 @@ class ComparedRows:
 
     def write(self, comparisons: Mapping[str, bool]) -> None:
         """Replace the file."""
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(dict(comparisons), indent=1))
-            temporary.replace(self._path)
+            replace_json(self._path, comparisons)
         except OSError as error:
             log.warning("cannot write which row counts were compared, so the next start compares them: %s", error)
 
