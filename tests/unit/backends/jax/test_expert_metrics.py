@@ -63,10 +63,11 @@ def test_requests_report_the_tokens_of_their_own_examples(tmp_path: Path) -> Non
     backend.close()
 
     run = fast_jit(models.forward_and_count, static_argnames="config")
-    counts = [
-        run(tiny.params, tiny.config, x.tokens[None], num_uses_BT=np.ones((1, x.tokens.size), np.int32))[1]
-        for x in examples
-    ]
+    counts = []
+    for x in examples:  # padded to one length, so that one program runs
+        padded, is_token = np.zeros((1, 50), np.int32), np.zeros((1, 50), np.int32)
+        padded[0, : x.tokens.size], is_token[0, : x.tokens.size] = x.tokens, 1
+        counts.append(run(tiny.params, tiny.config, padded, num_uses_BT=is_token)[1])
     expected = [compute_expert_metrics(counts[:3])] * 3 + [compute_expert_metrics(counts[3:])]
     for result in results:
         assert [dict(x.metrics) for x in result] == expected

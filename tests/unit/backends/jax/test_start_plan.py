@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import memory, mesh
+from skyrl_tx.backends.jax import memory, mesh, start_plan, training_costs
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.devices import get_compilation_monitor
 from skyrl_tx.backends.jax.start_plan import _PlannedArray, make_abstract_layout, plan_start
+from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.batches import PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
@@ -34,6 +35,25 @@ BFLOAT16 = jnp.dtype("bfloat16")
 
 def make_model(content: dict[str, object]) -> models.ModelConfig:
     return models.find_family(content).config_from_hf(content)
+
+
+@pytest.fixture
+def set_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the costs of training, which take many seconds to trace for experts and delta nets.
+
+    test_training_costs.py tests the estimates. Tests that use this fixture test sizes that no cost enters.
+    """
+    mib = 2**20
+    costs = TrainingCosts(
+        fixed_layer_bytes=500 * mib,
+        fixed_logprob_bytes=500 * mib,
+        token_bytes=2 * mib,
+        token_bytes_with_remat=mib,
+        token_bytes_offloaded=mib // 2,
+        host_token_bytes=mib // 2,
+        layer_token_bytes=mib // 4,
+    )
+    monkeypatch.setattr(start_plan, "estimate_costs", lambda *arguments: costs)
 
 
 def test_a_large_model_on_one_accelerator() -> None:
@@ -57,6 +77,7 @@ def test_a_large_model_on_one_accelerator() -> None:
     assert min(small.passes.micro_batch_tokens, large.passes.micro_batch_tokens) >= 4096
 
 
+@pytest.mark.usefixtures("set_costs")
 def test_experts_on_a_mesh() -> None:
     model, config = make_model(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
     layout = make_abstract_layout(MeshConfig(tp=2, ep=4))
@@ -86,12 +107,13 @@ def test_experts_on_a_mesh() -> None:
     ],
 )
 def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
-    platform: str, sizes: dict[str, int], dim: int
+    platform: str, sizes: dict[str, int], dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 192 dims of gate and up instead of 768, libtpu 0.0.52 took more memory.
 
     On each of eight v6e it took 4.7 to 6.3 GiB more.
     """
+    monkeypatch.setattr(training_costs, "_TRACED_MOE_LENGTHS", (1024, 2048))  # the masks of long rows take seconds
     layout, model = make_abstract_layout(MeshConfig(**sizes)), make_model(QWEN3_30B_A3B)
     plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform=platform, limit_bytes=32 * GIB)
     copied = 48 * 128 // sizes["ep"] * 2 * 2048 * dim * 2  # layers, experts, maps, inputs, outputs, bytes
@@ -101,6 +123,7 @@ def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
     assert plan.pass_bytes > copied
 
 
+@pytest.mark.usefixtures("set_costs")
 def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
@@ -117,6 +140,7 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("set_costs")
 def test_a_slice_on_a_mesh_of_gpus_has_another_copy_of_its_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config, copies = JaxConfig(max_lora_rank=8, sample_slots=16), make_abstract_layout(MeshConfig(dp=2))

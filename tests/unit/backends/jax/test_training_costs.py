@@ -109,7 +109,7 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
 @pytest.mark.parametrize(
     ("platform", "content", "num_layers", "rank", "sizes", "num_tokens", "compiled_gib"),
     [
-        ("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530),  # v5e
+        pytest.param("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530, marks=pytest.mark.slow),  # v5e
         pytest.param("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668, marks=EXHAUSTIVE),  # v5e
         pytest.param("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744, marks=EXHAUSTIVE),  # v5e
         ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 3.933),  # H200
@@ -188,7 +188,7 @@ def make_published_model(content, platform: str, config: MeshConfig) -> tuple[mo
 @pytest.mark.parametrize(
     ("kernel", "compiled_gib"),
     [
-        (SPLASH, 3.726),  # v5p, by libtpu 0.0.52
+        pytest.param(SPLASH, 3.726, marks=pytest.mark.slow),  # v5p, by libtpu 0.0.52
         (TRITON, 4.162),  # H200, by jaxlib 0.10.2
     ],
 )
