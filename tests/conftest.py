@@ -46,6 +46,7 @@ APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py", "tests/
 
 WITH_TOLERANCE = (
     "tests/contract/test_jax.py",  # tests/unit/backends/jax compares the bits of its slow families too
+    "tests/api/test_conformance.py",
     "tests/recipes/",
     "tests/clients/",
     *(

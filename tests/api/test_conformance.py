@@ -35,7 +35,7 @@ from skyrl_tx.testing.fake.backend import FakeBackend, _FakePass
 from skyrl_tx.testing.fake.bigram import Pair
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.conformance import command
-from tests.support.live_stack import PUBLIC_NAME, LiveStack, both_backends, live_stack
+from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 NOT_CALLED = {"POST /forward", "GET /training_runs/{run_id}/checkpoints/{kind}/{name}/archive", "POST /unload_model"}
 """Endpoints that only older releases of the SDK call. `test_parity.py` calls them."""
@@ -87,10 +87,17 @@ def list_checkpoints(stack: LiveStack) -> list[str]:
     return [checkpoint["tinker_path"] for checkpoint in listed]
 
 
-@both_backends
-def test_every_row_passes(stack: LiveStack, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    """A server that other tests do not use."""
+    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+def check_all_rows(stack: LiveStack, directory: Path) -> Report:
+    """Run the command with all rows and check their results."""
     before = list_checkpoints(stack)
-    report = check(stack.url, tmp_path)
+    report = check(stack.url, directory)
     assert report.names("fail") == set(), report.output
     assert report.status == 0
     assert report.names("not offered") == NEWER
@@ -113,17 +120,13 @@ def test_every_row_passes(stack: LiveStack, tmp_path: Path) -> None:
     assert list_checkpoints(stack) == before
     announced = int(report.output.splitlines()[0].rpartition("at most ")[2].split()[0].replace(",", ""))
     assert report.content["tokens"] < announced <= command.MAX_TOKENS
+    return report
 
 
-@pytest.fixture(scope="module")
-def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """A server that other tests do not use."""
-    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
-        yield stack
-
-
-def test_all_tokens_that_the_server_bills_are_counted(own_stack: LiveStack, tmp_path: Path) -> None:
-    report = check(own_stack.url, tmp_path, "--only", "a")
+def test_every_row_passes_and_all_tokens_that_the_server_bills_are_counted(
+    own_stack: LiveStack, tmp_path: Path
+) -> None:
+    report = check_all_rows(own_stack, tmp_path)
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = {
         "starting_on": (hour - timedelta(hours=1)).isoformat(),
@@ -132,6 +135,12 @@ def test_all_tokens_that_the_server_bills_are_counted(own_stack: LiveStack, tmp_
     events = own_stack.server.client.get("/api/v1/billing/usage/events", params=window).json()["data"]
     billed = sum(event["event_info"].get("token_count", 0) for event in events)
     assert 0 < billed <= report.content["tokens"], events
+
+
+@pytest.mark.slow  # `.ci/run` runs it among the tests that compile with little optimization
+def test_every_row_passes_with_jax(tmp_path: Path) -> None:
+    with live_stack("jax", tmp_path) as stack:
+        check_all_rows(stack, tmp_path)
 
 
 EVALUATE, DECODE, COMMIT = loss_reference.evaluate, sampling.decode, _FakePass.commit
@@ -160,14 +169,20 @@ def forget_gradient(own: _FakePass, model_id: ModelId, gradient: Pair) -> None:
     ("place", "name", "fault", "row"),
     [
         (loss_reference, "evaluate", double_gradients, "losses: ppo: gradient"),
-        (loss_reference, "evaluate", ignore_config, "losses: dro: value"),
+        pytest.param(loss_reference, "evaluate", ignore_config, "losses: dro: value", marks=pytest.mark.slow),
         (
             sampling,
             "decode",
             shift_logprobs,
             "sampling: Log-probabilities of a sample equal the result of compute_logprobs",
         ),
-        (_FakePass, "commit", forget_gradient, "training: Gradients add up until a step, and a forward pass adds none"),
+        pytest.param(
+            _FakePass,
+            "commit",
+            forget_gradient,
+            "training: Gradients add up until a step, and a forward pass adds none",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_fault_is_found_with_the_tolerances_of_bfloat16(
