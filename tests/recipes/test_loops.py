@@ -9,6 +9,7 @@ import pytest
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from skyrl_tx.tools.quickstart.training import load_excerpt
+from tests.recipes.test_recipes import count_shared_tokens
 from tests.support.client_environments import COOKBOOK_WITH_TRACKIO
 from tests.support.live_server import LiveServer
 
@@ -47,6 +48,7 @@ def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, serve
         log = f"rl_loop-{loss}"
         working_directory.start_from(log, checkpoint)
 
+        num_shared = count_shared_tokens(server.url)
         metrics = working_directory.run(
             "rl_loop",
             server.url,
@@ -64,6 +66,7 @@ def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, serve
         # rl_loop skips batches with equal rewards. Only a result of the server contains a gradient norm.
         trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
         assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
+        assert count_shared_tokens(server.url) > num_shared, "the samples of a question share it"
         assert working_directory.last_checkpoint(log) != checkpoint
 
 

@@ -136,11 +136,13 @@ RECIPES = {
             *(NO_EVALS, *SUMS),
         ),
         check=check_reinforcement,
+        shares_prompts=True,
     ),
     "math_rl async": Recipe(
         module="math_rl.train",
         arguments=("max_steps_off_policy=1", NO_EVALS, *SUMS),
         check=check_reinforcement,
+        shares_prompts=True,
     ),
     "dpo": Recipe(
         module="preference.dpo.train",
@@ -153,6 +155,7 @@ RECIPES = {
         module="distillation.on_policy_distillation",
         arguments=(f"teacher_model={MODEL_NAME}", "groups_per_batch=4", *SHORT),
         check=check_distillation,
+        shares_prompts=True,
     ),
     "on_policy_multi_teacher": Recipe(
         module="distillation.on_policy_multi_teacher",
