@@ -95,6 +95,26 @@ def make_group(
         )
 
 
+def list_few_targets(example: PassExample) -> PassExample:
+    """Return the example with 0 to 3 of its 3 targets at each position, as a CSR tensor of the client may list them.
+
+    The server fills the other cells with zeros.
+    """
+    targets = example.loss_inputs["target_tokens"]
+    is_listed = np.arange(3) < np.arange(len(targets))[:, None] % 4
+    weights = np.where(is_listed, np.array([0.2, 0.3, 0.5], np.float32), np.float32(0))
+    inputs = {"target_tokens": np.where(is_listed, targets, 0).astype(np.int32), "weights": weights}
+    return replace(example, loss_inputs=inputs)
+
+
+def use_custom_loss(example: PassExample) -> PassExample:
+    """Return the example with a custom loss. Its inputs depend on its length, also in the prompt."""
+    draw = np.random.default_rng(example.tokens.size)
+    inputs = {name: draw.uniform(-1, 1, example.tokens.size).astype(np.float32) for name in ("sampled", "advantages")}
+    inputs = {"target_tokens": example.loss_inputs["target_tokens"], **inputs, "sampled": inputs["sampled"] - 5}
+    return replace(example, loss="custom", loss_inputs=inputs, custom=importance_sampling())
+
+
 def run(
     backend: JaxBackend, *examples: PassExample, backward: bool = True
 ) -> tuple[list[Any], dict[ModelId, list[np.ndarray]]]:
@@ -185,21 +205,16 @@ def test_multiple_targets_of_a_position(backend: JaxBackend) -> None:
     compare(backend, lambda model: list(make_group(model, "cross_entropy", 80, (20, 30, 9), num_targets=3)))
 
 
+def test_sparse_targets(backend: JaxBackend) -> None:
+    def make(model: ModelId) -> list[PassExample]:
+        return [list_few_targets(x) for x in make_group(model, "cross_entropy", 80, (20, 30, 9), num_targets=3)]
+
+    compare(backend, make)
+
+
 def test_a_custom_loss_may_use_shared_positions(backend: JaxBackend) -> None:
     """Its gradient at a shared position is the sum over the examples."""
-    loss = importance_sampling()
-
-    def make(model: ModelId) -> Iterator[PassExample]:
-        draw = np.random.default_rng(5)
-        for example in make_group(model, "cross_entropy", 80, (20, 30, 9)):
-            inputs = {
-                name: draw.uniform(-1, 1, example.tokens.size).astype(np.float32) for name in ("sampled", "advantages")
-            }
-            inputs["sampled"] -= 5
-            targets = example.loss_inputs["target_tokens"]
-            yield replace(example, loss="custom", loss_inputs={"target_tokens": targets, **inputs}, custom=loss)
-
-    compare(backend, lambda model: list(make(model)))
+    compare(backend, lambda model: [use_custom_loss(x) for x in make_group(model, "cross_entropy", 80, (20, 30, 9))])
 
 
 def test_forward_shares_too(backend: JaxBackend) -> None:
