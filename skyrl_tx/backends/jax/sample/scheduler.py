@@ -27,6 +27,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_single_host
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner, PromptChunk
 from skyrl_tx.backends.jax.sample.prefill import Prefill, PrefillQueue
+from skyrl_tx.backends.jax.sample.prompt_choice import PromptChooser, ShardPrefill
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample, get_max_kv_length, get_max_tokens
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice
@@ -39,13 +40,6 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 
 log = logging.getLogger(__name__)
-
-ShardPrefill = tuple[Prefill, SampleShard]
-"""A prompt and the shard that computes it."""
-
-SHARD_LEAD = 8
-"""A shard may have at most this many samples more than the emptiest shard to get another prompt.
-Of these shards, the scheduler picks the one with the longest cached prefix."""
 
 
 class SampleScheduler:
@@ -60,7 +54,6 @@ class SampleScheduler:
         self._memory = memory
         self._slice_tokens = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
-        self._blocked: PrefillQueue | None = None  # the queue whose next prompt did not fit, in this or the last round
         self._score_queue = PrefillQueue()  # requests for a single token: they end with their prefill
         self._sample_queue = PrefillQueue()
         programs.allocate_cache(memory)
@@ -72,6 +65,7 @@ class SampleScheduler:
             )
             for n in range(memory.shards)
         ]
+        self._chooser = PromptChooser(self._shards, self._sample_queue, programs.prompts_of_shard)
         # The slices that were dispatched and not read yet
         self._dispatched: DispatchedSlice | None = None
         self._adjusted: DispatchedSlice | None = None  # one step of adjusted samples
@@ -192,88 +186,16 @@ class SampleScheduler:
             shard.take_pages_for_next_slice()
             shard.insert()
 
-        # A queue that was blocked in the last round comes first.
-        first, self._blocked = self._blocked, None
-        for queue in sorted(self._get_queues(), key=lambda queue: queue is not first):
+        for queue in self._chooser.order_queues(self._get_queues()):
             budget = self._prefill_tokens
             if queue.current is not None:
                 share = budget // 2 if queue.new or queue.preempted else budget
                 current = queue.take_current()
                 budget -= self._prefill([(current, self._get_shard(current))], share, queue, deltas)
 
-            while budget > 0 and (chosen := self._find_next(queue, budget)) is not None:
-                prompts = [self._take_from_queue(queue, *chosen)]
-                # Add prompts to compute at the same time. Only a single prompt may be computed partly.
-                max_prompts = len(self._shards) * self._programs.prompts_of_shard
-                while len(prompts) < max_prompts and prompts[0][0].request.prompt.size <= budget:
-                    chosen = self._find_next(queue, budget, batch=prompts)
-                    if chosen is None:
-                        break
-                    prompts.append(self._take_from_queue(queue, *chosen))
+            while budget > 0 and (prompts := self._chooser.take_next(queue, budget)):
                 budget -= self._prefill(prompts, budget, queue, deltas)
         return deltas
-
-    def _find_next(self, queue: PrefillQueue, budget: int, batch: Sequence[ShardPrefill] = ()) -> ShardPrefill | None:
-        """Return the next prompt to compute and its shard, or None if no prompt fits.
-
-        This is the oldest waiting prompt. While another prompt of the queue is partly computed, it
-        is the oldest prompt that fits into the budget.
-
-        `batch` has the prompts that were already chosen for the same prefill. The next prompt must
-        fit into the budget together with the prompts of `batch` on its shard, and it must not share
-        more of its prefix with one of them than is cached. Otherwise it should wait for that prompt
-        and reuse its keys.
-        """
-        for waiting in queue.iter_waiting():
-            size = waiting.request.prompt.size
-            if queue.current is not None and size > budget:
-                continue
-            shards = [shard for shard in self._shards if not batch or self._can_join(shard, waiting, budget, batch)]
-            if queue is self._sample_queue:
-                shards = [shard for shard in shards if shard.is_open]
-
-            if self._blocked:
-                fitting = []
-            else:
-                fitting = [shard for shard in shards if shard.fits(waiting, _filter_by_shard(shard, batch))]
-            if fitting:
-                return waiting, self._choose_shard(fitting, waiting)
-            if shards and not batch:  # this queue comes first in the next round, and blocks the other queue until then
-                self._blocked = self._blocked or queue
-            return None
-        return None
-
-    def _can_join(self, shard: SampleShard, waiting: Prefill, budget: int, batch: Sequence[ShardPrefill]) -> bool:
-        """Return whether a shard can compute a whole prompt together with the prompts in `batch`."""
-        own = _filter_by_shard(shard, batch)
-        num_tokens = sum(prefill.request.prompt.size for prefill in [waiting, *own])
-        is_free = len(own) < self._programs.prompts_of_shard and num_tokens <= budget
-        return is_free and not any(shard.prefiller.can_share(waiting, prefill) for prefill in own)
-
-    def _take_from_queue(self, queue: PrefillQueue, waiting: Prefill, shard: SampleShard) -> ShardPrefill:
-        """Take a prompt from its queue, with at most as many samples as the shard has rows.
-
-        The other samples of the request go back to the queue, because they could run on another
-        shard at once. With one shard, all samples stay together.
-        """
-        queue.remove(waiting)
-        if queue is self._sample_queue and len(self._shards) > 1 and (rest := waiting.split(shard.num_rows)):
-            queue.requeue_first(rest)
-        return waiting, shard
-
-    def _choose_shard(self, fitting: Sequence[SampleShard], waiting: Prefill) -> SampleShard:
-        """Return the shard for a prompt.
-
-        Prefers a long cached prefix, then few samples, then many free pages.
-        """
-        if len(fitting) == 1:
-            return fitting[0]
-        fewest = min(shard.num_samples for shard in fitting)
-        near = (shard for shard in fitting if shard.num_samples <= fewest + SHARD_LEAD)
-        return max(
-            near,
-            key=lambda shard: (shard.prefiller.count_cached(waiting), -shard.num_samples, shard.cache.pages.num_free),
-        )
 
     def _prefill(self, prompts: list[ShardPrefill], budget: int, queue: PrefillQueue, deltas: list[SampleDelta]) -> int:
         """Compute at least one chunk of each prompt, up to the budget.
@@ -491,8 +413,3 @@ def _make_empty_delta(request: SampleRequest, *, index: int = 0, error: str | No
         logprobs=np.zeros(0, np.float32),
         error=error,
     )
-
-
-def _filter_by_shard(shard: SampleShard, placed: Sequence[ShardPrefill]) -> list[Prefill]:
-    """Return the prompts that a shard computes."""
-    return [prefill for prefill, other in placed if other is shard]
