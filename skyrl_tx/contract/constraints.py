@@ -8,6 +8,13 @@ from skyrl_tx.contract.arrays import Uint32Array
 class TokenConstraint(Protocol):
     """Decides which tokens may come next in one sample."""
 
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s` seconds, and return whether `fill_mask` returns at once.
+
+        A backend can decode other samples while a mask is being computed.
+        """
+        ...
+
     def fill_mask(self, mask: Uint32Array) -> None:
         """Write the allowed tokens into `mask`, uint32 [ceil(vocab_size / 32)].
 

@@ -61,6 +61,10 @@ class LogitAdjuster:
             if self._constraint is not None:
                 self._constraint.accept(token)
 
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s` seconds, and return whether the changes of the next logits are known."""
+        return self._constraint is None or self._constraint.is_ready(timeout_s)
+
     def fill_allowed(self, allowed_W: Uint32Array) -> None:
         """Write a bit for each token that may be next into `allowed_W`, which is zero."""
         if self._constraint is None:

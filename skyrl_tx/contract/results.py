@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int32Array
@@ -136,6 +137,12 @@ class SampleDelta(Struct, frozen=True, kw_only=True):
     prompt: PromptResult | None = None
     error: str | None = None
     trainer_gap: TrainerGap | None = None
+
+    @classmethod
+    def make_empty(cls, request_id: RequestId, index: int = 0, *, error: str | None = None) -> "SampleDelta":
+        """Return a delta without tokens."""
+        none = np.zeros(0, np.int32)
+        return cls(request_id=request_id, index=index, tokens=none, logprobs=none.astype(np.float32), error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Bookkeeping for running samples, for backends to use. It uses no device."""
 
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -114,6 +115,26 @@ class OpenSample:
             topk=topk,
             prompt=prompt,
         )
+
+
+S = TypeVar("S", bound=OpenSample)
+
+MASK_WAIT_S = 0.02
+"""How long a round of samples waits for the masks of constraints, in seconds.
+
+A mask usually takes less than a millisecond, and a round has the masks of a few steps. A grammar may
+take much longer, and samples without a constraint should not wait for it.
+"""
+
+
+def select_ready(samples: Iterable[S], deadline: float) -> list[S]:
+    """Return the samples whose next logits can be computed.
+
+    Waits until `deadline`, in seconds of `time.monotonic`, for the masks of the other samples.
+    """
+    return [
+        sample for sample in samples if sample.adjuster is None or sample.adjuster.is_ready(deadline - time.monotonic())
+    ]
 
 
 class OpenSamples:

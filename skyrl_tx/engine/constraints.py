@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
@@ -10,11 +9,8 @@ from skyrl_tx.contract.constraints import TokenConstraint
 from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import Constraint, SamplingParams
-from skyrl_tx.grammars.matcher import GrammarCompiler
+from skyrl_tx.grammars.matcher import CompiledGrammar, GrammarCompiler
 from skyrl_tx.store.database import Store
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class RequestConstraint:
@@ -22,7 +18,7 @@ class RequestConstraint:
 
     def __init__(self, compiler: GrammarCompiler, constraint: Constraint, stops: Collection[int], owner: str) -> None:
         """Begin to compile a constraint of a request of an owner."""
-        self.compiled: Future[LLMatcher] = compiler.begin(constraint, owner)
+        self.compiled: Future[CompiledGrammar] = compiler.begin(constraint, owner)
         self._field = constraint.field
         self._owner = owner
         self._compiler = compiler

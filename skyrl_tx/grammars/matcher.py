@@ -6,7 +6,8 @@ The work for a token runs in a thread while the device decodes other samples.
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,34 +30,51 @@ _SOURCES = "the response format, grammar or tools"
 """The fields that constraints come from, for messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar at the start of a text, for all samples of a request."""
+
+    matcher: "LLMatcher"
+    """Never advances; samples continue with copies."""
+    first: Uint32Array
+    """The mask of the tokens that may come first, without end-of-text tokens."""
+    may_end: bool
+    """Whether an empty text is complete."""
+
+
 class TextMatcher:
     """A `TokenConstraint` that follows one sample through a grammar."""
 
     def __init__(
         self,
-        matcher: "LLMatcher",
-        eos: Collection[int],
+        compiled: CompiledGrammar,
+        eos: Uint32Array,
         stops: Collection[int],
         vocab_size: int,
         threads: FairThreads,
         owner: str,
         errors: list[UserError],
     ) -> None:
-        """Begin to compute the tokens that may come first.
+        """Start before the first token.
 
-        `matcher` belongs to this sample and has a mask of at least `vocab_size` bits. `eos` are the
-        tokens that it allows when the text is complete. Instead, `stops` are allowed. If the
-        grammar exceeds a limit, the error is added to `errors` and the sample can
-        only stop: an exception would interrupt the samples of other requests. `owner` is the owner
-        of the request.
+        `eos` is the mask of the tokens that the grammar allows when the text is complete. Instead,
+        `stops` are allowed. If the grammar exceeds a limit, the error is added to `errors` and the
+        sample can only stop: an exception would interrupt the samples of other requests. `owner` is
+        the owner of the request.
         """
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher: LLMatcher | None = None  # copied when it first advances
         self._threads = threads
         self._owner = owner
         self._errors = errors
-        self._eos, self._stops = pack_tokens(eos, vocab_size), pack_tokens(stops, vocab_size)
+        self._eos, self._stops = eos, pack_tokens(stops, vocab_size)
         self._stop_tokens = frozenset(stops)
-        self._next = threads.submit(owner, self._compute)
+        self._next: Future[Uint32Array] = Future()
+        self._next.set_result(compiled.first | self._stops if compiled.may_end else compiled.first)
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s` seconds, and return whether the next mask is computed."""
+        return self._next.done() or (timeout_s > 0 and bool(wait([self._next], timeout_s).done))
 
     def fill_mask(self, mask: Uint32Array) -> None:
         """Write the allowed tokens."""
@@ -71,24 +89,34 @@ class TextMatcher:
         # A matcher is not safe for several threads. This cannot deadlock: `previous` has the same owner,
         # so it started before.
         previous.result()
-        self._matcher.consume_token(token)
-        return self._compute()
-
-    def _compute(self) -> Uint32Array:
         if self._errors:  # the request fails, so its other samples need no more work
             return self._stops
-        matcher, mask, began = self._matcher, np.zeros_like(self._stops), time.thread_time()
-        if not matcher.is_stopped():
-            mask[:] = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: mask.size] & ~self._eos
-        message = clean_error(matcher.get_error()) if matcher.is_error() else ""
-        if (seconds := time.thread_time() - began) > _MAX_TOKEN_S:
-            message = f"a token took {seconds:.1f} s of computing, at most {_MAX_TOKEN_S:g} s are allowed"
-        if message:
-            self._errors.append(UserError(f"{_SOURCES} became too complex during the sample: {message}"))
+
+        if self._matcher is None:
+            self._matcher = self._compiled.matcher.deep_copy()
+        self._matcher.consume_token(token)
+        try:
+            mask, may_end = compute_mask(self._matcher, self._eos)
+        except UserError as error:
+            self._errors.append(error)
             return self._stops
-        if matcher.is_accepting():
-            mask |= self._stops
-        return mask
+        return mask | self._stops if may_end else mask
+
+
+def compute_mask(matcher: "LLMatcher", eos: Uint32Array) -> tuple[Uint32Array, bool]:
+    """Return the mask of the tokens that may come next, without the mask `eos`, and whether the text may end.
+
+    Raises UserError if the grammar exceeds a limit.
+    """
+    mask, began = np.zeros_like(eos), time.thread_time()
+    if not matcher.is_stopped():
+        mask[:] = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: mask.size] & ~eos
+    message = clean_error(matcher.get_error()) if matcher.is_error() else ""
+    if (seconds := time.thread_time() - began) > _MAX_TOKEN_S:
+        message = f"a token took {seconds:.1f} s of computing, at most {_MAX_TOKEN_S:g} s are allowed"
+    if message:
+        raise UserError(f"{_SOURCES} became too complex during the sample: {message}")
+    return mask, matcher.is_accepting()
 
 
 class GrammarCompiler:
@@ -99,11 +127,12 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
+        self._eos_mask = pack_tokens(eos_token_ids, vocab_size)
         self._threads = FairThreads(_NUM_THREADS, _PER_OWNER, "grammar")
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
-    def begin(self, constraint: Constraint, owner: str) -> "Future[LLMatcher]":
+    def begin(self, constraint: Constraint, owner: str) -> Future[CompiledGrammar]:
         """Compile a constraint in a thread, for one request of an owner. The future raises UserError if this fails.
 
         Requests never share a compiled grammar, because the limit for the states of its lexer
@@ -112,16 +141,16 @@ class GrammarCompiler:
         return self._threads.submit(owner, partial(self._compile, constraint))
 
     def make_matcher(
-        self, compiled: "LLMatcher", stops: Collection[int], owner: str, errors: list[UserError]
+        self, compiled: CompiledGrammar, stops: Collection[int], owner: str, errors: list[UserError]
     ) -> TextMatcher:
         """Return a matcher for a new sample, which the tokens `stops` end. See `TextMatcher` for `errors`."""
-        return TextMatcher(compiled.deep_copy(), self._eos, stops, self._vocab_size, self._threads, owner, errors)
+        return TextMatcher(compiled, self._eos_mask, stops, self._vocab_size, self._threads, owner, errors)
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""
         self._threads.close()
 
-    def _compile(self, constraint: Constraint) -> "LLMatcher":
+    def _compile(self, constraint: Constraint) -> CompiledGrammar:
         from llguidance import LLMatcher
 
         try:
@@ -131,7 +160,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._load_tokenizer(), grammar, log_level=0, limits=make_limits())
         if matcher.is_error():
             raise UserError(f"{_SOURCES} cannot be used with this model: {clean_error(matcher.get_error())}")
-        return matcher
+        return CompiledGrammar(matcher, *compute_mask(matcher, self._eos_mask))
 
     def _load_tokenizer(self) -> "LLTokenizer":
         from llguidance import LLTokenizer

@@ -2,15 +2,17 @@
 
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel
 
 from skyrl_tx.contract.backend import AbstractBackend, BlockingBackend, Snapshot, StatePart
-from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.ids import ModelId, SamplerId
-from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_suite import BackendSuite
 from skyrl_tx.testing.fake import BACKEND
@@ -104,3 +106,38 @@ class TestBlockingFake(BackendSuite):
         assert isinstance(backend, BlockingFake)
         with backend.lost_device():
             yield
+
+
+def test_samples_continue_while_the_mask_of_another_is_computed() -> None:
+    is_computed = False
+
+    class Constraint:
+        def is_ready(self, timeout_s: float = 0.0) -> bool:
+            return is_computed
+
+        def fill_mask(self, mask: np.ndarray) -> None:
+            assert is_computed, "the backend waits for this mask"
+            mask[0] = 1 << 5
+
+        def accept(self, token: int) -> None:
+            pass
+
+    params = SamplingParams(seed=1, max_tokens=2, eos_stops=False)
+    plain = SampleRequest(
+        request_id=RequestId("plain"),
+        sampler=None,
+        prompt=np.array([1], np.int32),
+        num_samples=1,
+        params=params,
+        options=PromptOptions(),
+    )
+    backend = FakeBackend("tiny", CONFIG)
+    limited = replace(plain, request_id=RequestId("limited"), make_constraint=Constraint)
+    backend.begin_sample(PreparedSampleBatch(requests=(limited, plain)))
+
+    deltas = [delta for _ in range(3) for delta in backend.step_sample()]
+    assert [delta.request_id for delta in deltas if delta.tokens.size] == ["plain"]
+    assert [(delta.request_id, delta.error) for delta in deltas if not delta.tokens.size] == [("limited", None)] * 2
+    is_computed = True
+    assert [delta.tokens.tolist() for _ in range(2) for delta in backend.step_sample()] == [[5], [5]]
+    assert backend.step_sample() == []

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-import numpy as np
 from msgspec import structs
 
 from skyrl_tx.contract.batches import SampleRequest
@@ -59,14 +58,7 @@ class RemoteSample:
 
     def make_delta(self, *, error: str | None = None) -> SampleDelta:
         """Return a delta without tokens."""
-        none = np.zeros(0, np.int32)
-        return SampleDelta(
-            request_id=self.request.request_id,
-            index=self.index,
-            tokens=none,
-            logprobs=none.astype(np.float32),
-            error=error,
-        )
+        return SampleDelta.make_empty(self.request.request_id, self.index, error=error)
 
 
 class Streams:

@@ -22,7 +22,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.passes import ScratchPass
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams, SamplingControls
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
-from skyrl_tx.contract.samples import OpenSamples
+from skyrl_tx.contract.samples import MASK_WAIT_S, OpenSamples, select_ready
 from skyrl_tx.testing.fake import bigram, sampling
 from skyrl_tx.testing.fake.bigram import Pair
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -143,13 +143,14 @@ class FakeBackend(AbstractBackend):
             return []
         self._compute(self._config.step_delay_s)
         config = self._config
+        samples = self._open.first(config.sample_slots or sys.maxsize)
         deltas: list[SampleDelta] = []
-        for sample in self._open.first(config.sample_slots or sys.maxsize):
+        for sample in select_ready(samples, time.monotonic() + MASK_WAIT_S):
             sampler = sample.request.sampler
             adapter = None if sampler is None else self._samplers[sampler]
             deltas.append(sampling.decode(sample, adapter, config.vocab_size, config.slice_tokens))
         self._open.drop_ended()
-        return deltas
+        return deltas or [SampleDelta.make_empty(samples[0].request.request_id, samples[0].index)]
 
     @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.requests import Constraint
 from skyrl_tx.grammars import grammar
 from skyrl_tx.grammars.grammar import check_constraint
-from skyrl_tx.grammars.matcher import GrammarCompiler, TextMatcher
+from skyrl_tx.grammars.matcher import GrammarCompiler, TextMatcher, compute_mask
 from tests.support.child_process import run_in_own_process
 from tests.support.tiny_tokenizer import PACKAGED
 
@@ -97,10 +98,31 @@ def test_a_grammar_that_becomes_too_complex_stops_its_sample_only(
 def test_a_token_that_takes_too_long_stops_its_sample(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_tx.grammars.matcher._MAX_TOKEN_S", 0.0)
     errors: list[UserError] = []
-    assert list_allowed(start(compiler, "regex", "[ab]*", errors)) == {STOP_TOKEN}
+    matcher = start(compiler, "regex", "[ab]*", errors)
+    monkeypatch.setattr("skyrl_tx.grammars.matcher._MAX_TOKEN_S", 0.0)
+    matcher.accept(TOKENIZER.token_to_id("a"))
+    assert list_allowed(matcher) == {STOP_TOKEN}
     assert ["a token took" in error.message for error in errors] == [True]
+    with pytest.raises(UserError, match="a token took"):  # the first token of another request
+        start(compiler, "regex", "[ab]*")
+
+
+def test_a_mask_is_ready_when_it_is_computed(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = start(compiler, "regex", "[ab]*")
+    assert matcher.is_ready(), "the first mask is computed with the grammar"
+
+    may_compute = threading.Event()
+
+    def compute_late(*arguments: Any) -> Any:
+        may_compute.wait()
+        return compute_mask(*arguments)
+
+    monkeypatch.setattr("skyrl_tx.grammars.matcher.compute_mask", compute_late)
+    matcher.accept(TOKENIZER.token_to_id("a"))
+    assert not matcher.is_ready() and not matcher.is_ready(0.001)
+    may_compute.set()
+    assert matcher.is_ready(timeout_s=60)
 
 
 def test_a_tokenizer_error_fails_the_request_with_the_same_message() -> None:

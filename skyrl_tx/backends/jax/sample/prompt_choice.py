@@ -27,7 +27,7 @@ class PromptChooser:
         self._blocked: PrefillQueue | None = None  # the queue whose next prompt did not fit, in this or the last round
 
     def order_queues(self, queues: Iterable[PrefillQueue]) -> list[PrefillQueue]:
-        """Begin a round. Returns the queues, first the one that was blocked in the last round."""
+        """Begin a round. Returns the queues. A queue that was blocked in the last round comes first."""
         first, self._blocked = self._blocked, None
         return sorted(queues, key=lambda queue: queue is not first)
 

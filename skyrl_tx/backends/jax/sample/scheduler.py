@@ -16,12 +16,11 @@ that shard has many more samples than the emptiest one. Preempted samples may mo
 """
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_single_host
@@ -38,6 +37,7 @@ from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
+from skyrl_tx.contract.samples import MASK_WAIT_S, select_ready
 
 log = logging.getLogger(__name__)
 
@@ -142,9 +142,9 @@ class SampleScheduler:
         # Report progress even if this round drew no token.
         partial = [queue.current for queue in self._get_queues() if queue.current is not None]
         if not deltas and partial:
-            return [_make_empty_delta(partial[0].request, index=partial[0].request.first_index)]
+            return [SampleDelta.make_empty(partial[0].request.request_id, partial[0].request.first_index)]
         if not deltas and (sample := next(self._iter_running(), None)):
-            return [_make_empty_delta(sample.request, index=sample.index)]
+            return [SampleDelta.make_empty(*sample.key)]
         return deltas
 
     def _can_run_ahead(self) -> bool:
@@ -228,7 +228,7 @@ class SampleScheduler:
             request = prompts[0][0].request
             log.exception("prefill of request %s failed", request.request_id)
             error = f"the server could not compute the prompt; its log has the error under request {request.request_id}"
-            deltas.append(_make_empty_delta(request, error=error))
+            deltas.append(SampleDelta.make_empty(request.request_id, error=error))
         else:
             if len(prompts) > 1:  # finish each prompt alone; chunks of different sizes may still be missing
                 num_tokens += sum(self._prefill([pair], budget, queue, deltas) for pair in prompts)
@@ -342,17 +342,19 @@ class SampleScheduler:
     def _decode_adjusted(self, samples: list[RunningSample], *, is_alone: bool) -> list[SampleDelta]:
         """Dispatch a step of adjusted samples. If no other sample decodes, take the steps of a slice.
 
-        While their program is being compiled, only the other samples decode.
+        Samples whose mask is not computed in time wait for the next round, and while their program is
+        being compiled, only the other samples decode.
         """
-        if not is_alone and not self._programs.is_compiled(samples):
-            return []
         deltas: list[SampleDelta] = []
-        for _ in range(self._slice_tokens if is_alone else 1):
+        deadline = time.monotonic() + MASK_WAIT_S
+        for step in range(self._slice_tokens if is_alone else 1):
             deltas += self._read_adjusted()
             samples = [sample for sample in samples if sample.stop_reason is None and sample.is_adjusted]
-            if not samples:
+            ready = select_ready(samples, deadline)
+            is_worth_a_step = len(ready) == len(samples) if step else is_alone or self._programs.is_compiled(ready)
+            if not ready or not is_worth_a_step:
                 break
-            self._adjusted = self._dispatch(samples, 1)
+            self._adjusted = self._dispatch(ready, 1)
         return deltas
 
     def _dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
@@ -403,13 +405,3 @@ class SampleScheduler:
         """
         assert not any(self._iter_requests())
         self._programs.compile_all(sampler, usual_only=usual_only)
-
-
-def _make_empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = None) -> SampleDelta:
-    return SampleDelta(
-        request_id=request.request_id,
-        index=index,
-        tokens=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        error=error,
-    )

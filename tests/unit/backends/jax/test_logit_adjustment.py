@@ -20,7 +20,7 @@ from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.requests import PromptOptions, SamplingControls
 from tests.support.fast_jit import fast_jit
-from tests.support.sample_requests import RED, make_prompt, make_request, run
+from tests.support.sample_requests import RED, Results, begin, make_prompt, make_request, run
 from tests.support.tiny import TINY_CONFIG, TinyModel, make_model_runner
 
 LENGTH = 160
@@ -33,6 +33,9 @@ class OddTokens:
 
     def __init__(self) -> None:
         self.num_accepted = 0
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        return True
 
     def fill_mask(self, mask: np.ndarray) -> None:
         mask[:] = 0x55555555 if self.num_accepted % 2 else 0xAAAAAAAA
@@ -290,3 +293,34 @@ def test_top_logprobs_of_a_constrained_sample(tiny: TinyModel) -> None:
     parts = run(start(tiny), request).parts[RequestId("r"), 0]
     tokens = np.concatenate([part.topk.token_ids for part in parts if part.topk is not None])
     assert (tokens % 2 == (1 - np.arange(len(tokens)) % 2)[:, None]).all()
+
+
+def test_samples_continue_while_the_mask_of_another_is_computed(tiny: TinyModel) -> None:
+    is_computed = False
+
+    class SlowTokens(OddTokens):
+        def is_ready(self, timeout_s: float = 0.0) -> bool:
+            return is_computed or not self.num_accepted
+
+        def fill_mask(self, mask: np.ndarray) -> None:
+            assert self.is_ready(), "the scheduler waits for this mask"
+            super().fill_mask(mask)
+
+    plain = make_request("plain", make_prompt(9), max_tokens=20, samples=2)
+    odd = make_adjusted("odd", make_prompt(12), {}, max_tokens=20)
+    scheduler, results = start(tiny), Results()
+    begin(scheduler, plain, replace(odd, make_constraint=SlowTokens))
+
+    # Both plain samples end, and then rounds report progress without tokens
+    while len(results.ended) < 2:
+        results.add(scheduler.step())
+    for _ in range(2):
+        [delta] = scheduler.step()
+        assert (delta.request_id, delta.tokens.size, delta.stop_reason) == ("odd", 0, None)
+    assert len(results.tokens["odd", 0]) == 1
+
+    is_computed = True
+    while deltas := scheduler.step():
+        results.add(deltas)
+    alone = run(start(tiny), plain, constrain(odd))
+    assert results.bits == alone.bits
