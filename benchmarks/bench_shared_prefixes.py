@@ -2,7 +2,8 @@
 
 Two runs on one backend take turns with equal requests. One of them shares prefixes (see
 `skyrl_tx.backends.jax.train.shared_prefixes`). Only `forward_backward` is measured, with the wait for its results.
-Ratios compare neighbouring steps, by wall time and by CPU seconds.
+Ratios compare neighbouring steps, by wall time and by CPU seconds. With `--runs plain` or `--runs shared` only one of
+the runs takes steps. The results then have its CPU seconds per step and its peak memory instead of ratios.
 
 `compute_logprobs` shares prefixes through the prefix cache. So requests on one new prompt take turns with requests on
 new prompts of the same length that have nothing in common.
@@ -20,14 +21,14 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import compute_quartiles, report
-from benchmarks.meters import Cost, measure_cost, peak_memory_mb
+from benchmarks.meters import Cost, measure_cost, peak_memory_mb, reset_peak_memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
@@ -97,8 +98,8 @@ def make_requests(step: int, vocab_size: int, *, shares: bool) -> tuple[SampleRe
     )
 
 
-def measure_scoring(backend: JaxBackend, vocab_size: int, repeats: int) -> dict[str, Any]:
-    """Alternate requests on prompts that differ and on a common prompt."""
+def measure_scoring(backend: JaxBackend, vocab_size: int, repeats: int, runs: Sequence[str]) -> dict[str, Any]:
+    """Alternate requests on prompts that differ ("plain") and on a common prompt ("shared")."""
 
     def make_step(shares: bool) -> Callable[[], Cost]:
         numbers = itertools.count()
@@ -109,36 +110,43 @@ def measure_scoring(backend: JaxBackend, vocab_size: int, repeats: int) -> dict[
 
         return step
 
-    steps = {"plain": make_step(False), "shared": make_step(True)}
+    steps = {name: make_step(name == "shared") for name in runs}
     return alternate(SCORING, steps, SHAPES["long_prompt"][2], repeats)
 
 
-def measure_shape(shape: str, backend: JaxBackend, vocab_size: int, repeats: int) -> dict[str, Any]:
-    """Alternate steps without and with sharing."""
+def measure_shape(
+    shape: str, backend: JaxBackend, vocab_size: int, repeats: int, runs: Sequence[str]
+) -> dict[str, Any]:
+    """Alternate steps of the runs without ("plain") and with sharing ("shared")."""
 
     def make_step(model: ModelId) -> Callable[[], Cost]:
         batch = PreparedModelPassBatch(examples=make_examples(shape, model, vocab_size))
         return lambda: measure_cost(lambda: backend.forward_backward(batch))
 
-    steps = {name: make_step(ModelId(name)) for name in ("plain", "shared")}
-    return alternate(shape, steps, len(make_examples(shape, ModelId("plain"), vocab_size)), repeats)
+    steps = {name: make_step(ModelId(name)) for name in runs}
+    return alternate(shape, steps, len(make_examples(shape, ModelId(runs[0]), vocab_size)), repeats)
 
 
 def alternate(shape: str, steps: Mapping[str, Callable[[], Cost]], num_examples: int, repeats: int) -> dict[str, Any]:
-    """Run the steps "plain" and "shared" in turn. Returns rates and ratios."""
+    """Run the steps "plain" and "shared", or one of them, in turn. Returns rates and ratios."""
     costs: dict[str, list[Cost]] = {name: [] for name in steps}
     for repeat in range(2 + repeats):  # the first two compile and warm up
+        if repeat == 2:
+            reset_peak_memory()
         for name, step in steps.items():
             cost = step()
             costs[name] += [cost] if repeat >= 2 else []
 
-    pairs = list(zip(costs["plain"], costs["shared"], strict=True))
     rates = {name: statistics.median(num_examples / cost.wall_s for cost in own) for name, own in costs.items()}
-    results = {
-        **{f"{name}, examples per s": round(rate, 2) for name, rate in rates.items()},
-        "shared / plain": compute_quartiles([plain.wall_s / shared.wall_s for plain, shared in pairs]),
-        "shared / plain, by CPU s": compute_quartiles([plain.cpu_s / shared.cpu_s for plain, shared in pairs]),
-    }
+    results: dict[str, Any] = {f"{name}, examples per s": round(rate, 2) for name, rate in rates.items()}
+    if len(costs) == 1:
+        results["CPU s per step"] = compute_quartiles([cost.cpu_s for own in costs.values() for cost in own])
+        results["peak_memory_mb"] = peak_memory_mb()
+    else:
+        pairs = list(zip(costs["plain"], costs["shared"], strict=True))
+        wall = [plain.wall_s / shared.wall_s for plain, shared in pairs]
+        cpu = [plain.cpu_s / shared.cpu_s for plain, shared in pairs]
+        results |= {"shared / plain": compute_quartiles(wall), "shared / plain, by CPU s": compute_quartiles(cpu)}
     print(shape, results, file=sys.stderr, flush=True)
     return results
 
@@ -147,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or the directory of a model")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, SCORING], default=[*SHAPES, SCORING], help="see above")
+    parser.add_argument("--runs", nargs="+", choices=["plain", "shared"], default=["plain", "shared"], help="see above")
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each run")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="tokens of a micro-batch")
@@ -169,13 +178,12 @@ def main() -> None:
         backend.load_sampler(SAMPLER, backend.capture(ModelId("plain"), {StatePart.WEIGHTS}))
         results: dict[str, Any] = {
             shape: (
-                measure_scoring(backend, vocab_size, options.repeats)
+                measure_scoring(backend, vocab_size, options.repeats, options.runs)
                 if shape == SCORING
-                else measure_shape(shape, backend, vocab_size, options.repeats)
+                else measure_shape(shape, backend, vocab_size, options.repeats, options.runs)
             )
             for shape in options.shapes
         }
-        results["peak_memory_mb"] = peak_memory_mb()
     report("shared_prefixes", options, results, ("jax", "jaxlib", "numpy"))
 
 

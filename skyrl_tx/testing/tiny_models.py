@@ -181,6 +181,7 @@ class _Sizes(TypedDict):
     mlp_size: int
     architecture: NotRequired[str]
     experts: NotRequired[dict[str, Any]]
+    keys: NotRequired[dict[str, Any]]
 
 
 PRESETS: dict[str, _Sizes] = {
@@ -214,12 +215,24 @@ PRESETS: dict[str, _Sizes] = {
         "mlp_size": 1536,
         "experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     },
+    "44M-delta": {
+        "architecture": "Qwen3_5ForCausalLM",
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "mlp_size": 1536,
+        "keys": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 64},
+    },
 }
 """Models for benchmarks, by number of parameters (A: parameters active per token).
 
 The unembedding is not tied.
 
-80M-A30M uses 4 of 16 experts per token, so it has as many active parameters as 30M.
+80M-A30M uses 4 of 16 experts per token, so it has as many active parameters as 30M. 44M-delta is a
+Qwen3.5 with six delta nets and two attention layers, as wide as 30M.
 """
 
 
