@@ -3,6 +3,7 @@
 Results do not depend on weights.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -198,10 +199,12 @@ def make_harness(tmp_path: Path) -> Iterator[Make]:
         harness.close()
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("num_models", [1, 3])
 @pytest.mark.parametrize(
-    "with_steps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["passes", "passes-and-steps"]
+    ("num_models", "num_micro_batches", "with_steps"),
+    [
+        pytest.param(*case, marks=() if case in ((1, 1, True), (3, 3, True)) else pytest.mark.slow)
+        for case in itertools.product((1, 3), (1, 3), (True, False))
+    ],
 )
 def test_training_shares_micro_batches_by_weight(
     make_harness: Make, num_models: int, num_micro_batches: int, with_steps: bool
@@ -215,14 +218,15 @@ def test_training_shares_micro_batches_by_weight(
         for name in "abc"[:num_models]:
             model_id, created = harness.create(name)
             harness.run(created)
-            for index in range(number // num_models):
-                seq_id = 2 * index + 1
-                ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id)
-                if with_steps:
-                    ended = harness.submit(optim_step(), model_id=model_id, seq_id=seq_id + 1)
-                else:
-                    ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id + 1)
-            last += [ended] if owner == "ann" else []
+            pass_ = forward_backward(data=data)
+            queue = (pass_, optim_step() if with_steps else pass_) * (number // num_models)
+            ended = harness.api.write(
+                lambda tx, model_id=model_id, queue=queue: [
+                    harness._submit(tx, request, model_id=model_id, seq_id=seq_id)
+                    for seq_id, request in enumerate(queue, start=1)
+                ]
+            )
+            last += ended[-1:] if owner == "ann" else []
 
     backend = ArrivalBackend(harness.config, None)
     harness.run(*last, backend=backend)
@@ -249,14 +253,15 @@ class TokenCountingBackend(RecordingBackend):
         return deltas
 
 
-@pytest.mark.parametrize("slots", [0, 4, 16, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (2, 7, 64))])
+@pytest.mark.parametrize("slots", [0, 4, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (2, 7, 16, 64))])
 def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int) -> None:
     room = {"max_sample_tokens": 4 * 66} if not slots else {}
     harness = make_harness({"sample_slots": slots, **room})
     of_ann, count = list[RequestId](), max(160, 20 * slots)
     for owner, token in (("bob", BOB), ("ann", ANN)):
         harness.become(owner)
-        of_ann = [harness.submit(ask(token, max_tokens=48 + 16 * (number % 3))) for number in range(count)]
+        asked = [ask(token, max_tokens=48 + 16 * (number % 3)) for number in range(count)]
+        of_ann = harness.api.write(lambda tx, asked=asked: [harness._submit(tx, request) for request in asked])
     backend = TokenCountingBackend(harness.config)
     harness.run(*of_ann, backend=backend)
     tenth = len(backend.tokens) // 10

@@ -200,14 +200,16 @@ def test_long_passes_of_one_session_leave_a_batch_slot_to_another(open_harness):
 
 
 def test_client_behind_a_backlog_beyond_memory_is_served_in_turn(open_harness):
-    harness = open_harness(max_backlog_bytes=2**20)
+    harness = open_harness(max_backlog_bytes=2**18)
     greedy, created = harness.create("greedy")
     harness.run(created, harness.create("modest")[1])
     modest = greedy.replace("greedy", "modest")
-    large = forward_backward(data=(datum(length=2000),))
+    large = forward_backward(data=(datum(length=1000),))
     size = len(codec.encode(large))
-    queued = [harness.submit(large, model_id=greedy, seq_id=seq_id) for seq_id in range(1, 201)]
-    assert 200 * size > 4 * 2**20
+    queued = harness.api.write(
+        lambda tx: [harness._submit(tx, large, model_id=greedy, seq_id=seq_id) for seq_id in range(1, 101)]
+    )
+    assert 100 * size > 4 * 2**18
 
     last = harness.submit(large, model_id=modest, seq_id=1), harness.submit(sample())
     backend = RecordingBackend(harness.config)
@@ -222,7 +224,7 @@ def test_client_behind_a_backlog_beyond_memory_is_served_in_turn(open_harness):
             .order_by(RequestRow.effect_order)
         ).all()
     )
-    assert list(orders) == list(range(1, 201)), "requests that are read late are in seq_id order too"
+    assert list(orders) == list(range(1, 101)), "requests that are read late are in seq_id order too"
 
 
 def test_long_queue_of_one_session_delays_another_by_one_sample(open_harness):
@@ -317,7 +319,7 @@ def test_request_without_a_sampler_slot_is_passed_up_to_the_starvation_bound(ope
     harness.session_id = harness.new_session()
     waiting = harness.submit(sample(sampler=second))
     harness.session_id = harness.new_session()
-    passing = many(harness, [endless(sampler=first, max_tokens=320)] * (2 * STARVATION_BOUND))
+    passing = many(harness, [endless(sampler=first, max_tokens=64)] * (2 * STARVATION_BOUND))
     backend = RecordingBackend(harness.config)
     harness.run(pinning, waiting, *passing, backend=backend)
     place = backend.started.index(waiting)
