@@ -13,7 +13,7 @@ from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
 
-NUM_KILLS = 10
+NUM_KILLS = 6
 WRITER = """
 import itertools, os, sys
 from pathlib import Path
