@@ -11,6 +11,8 @@ import pytest
 from tests.support.simulation.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
+
+
 def simulate(*flags: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
     """Run the command in a separate process, in which sets have a fixed order."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.simulation", *flags]

@@ -215,6 +215,7 @@ def test_training_shares_micro_batches_by_weight(
     for owner, number in (("ann", 60), ("bob", 60)):
         harness.become(owner)
         sessions[harness.session_id] = owner
+
         for name in "abc"[:num_models]:
             model_id, created = harness.create(name)
             harness.run(created)
@@ -262,6 +263,7 @@ def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int
         harness.become(owner)
         asked = [ask(token, max_tokens=48 + 16 * (number % 3)) for number in range(count)]
         of_ann = harness.api.write(lambda tx, asked=asked: [harness._submit(tx, request) for request in asked])
+
     backend = TokenCountingBackend(harness.config)
     harness.run(*of_ann, backend=backend)
     tenth = len(backend.tokens) // 10

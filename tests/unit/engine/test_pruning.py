@@ -17,7 +17,7 @@ from tests.support.live_engine import live_engine
 from tests.support.polling import until
 
 SAMPLER = SamplingSessionId("s:sample:0")
-A_ROUND = 60
+A_ROUND = 30
 BODIES = (forward_backward(), optim_step(), sample())
 
 

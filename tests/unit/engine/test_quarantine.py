@@ -54,12 +54,17 @@ def train_and_save(harness, name):
     return model_id, SamplerId(harness.api.read(lambda tx: checkpoints.get(tx, path, 0.0)).artifact_id)
 
 
+ERRORS = OSError(5, "Input/output error"), RuntimeError("RESOURCE_EXHAUSTED: 2 GiB"), BackendLost("unplugged")
+
+
 @pytest.mark.parametrize(
-    "error",
-    [OSError(5, "Input/output error"), RuntimeError("RESOURCE_EXHAUSTED: 2 GiB"), BackendLost("unplugged")],
-    ids=["file", "memory", "device"],
+    ("where", "error"),
+    [
+        pytest.param(where, error, marks=() if (place + kind) % 3 == 0 else pytest.mark.slow)
+        for place, where in enumerate(("restore", "replay", "load_sampler"))
+        for kind, error in enumerate(ERRORS)
+    ],
 )
-@pytest.mark.parametrize("where", ["restore", "replay", "load_sampler"])
 def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, error, caplog):
     harness = EngineHarness(tmp_path)
     (bad, sampler), (good, other) = train_and_save(harness, "bad"), train_and_save(harness, "good")

@@ -70,7 +70,10 @@ def test_bash_completes(shell: Path, line: str, offered: set[str]) -> None:
 
 
 @needs_fish
-@pytest.mark.parametrize(("line", "offered"), CASES[:4])
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [pytest.param(*case, marks=pytest.mark.slow if place else ()) for place, case in enumerate(CASES[:4])],
+)
 def test_fish_completes(shell: Path, line: str, offered: set[str]) -> None:
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source script.fish; complete -C 'skyrl-tx {line}'"],
@@ -87,9 +90,9 @@ def test_fish_completes(shell: Path, line: str, offered: set[str]) -> None:
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("keys cre", "create"),
         ("keys create --scope met", "metrics"),
-        ("serve --backend-config.mesh.t", "--backend-config.mesh.tp"),
+        pytest.param("keys cre", "create", marks=pytest.mark.slow),
+        pytest.param("serve --backend-config.mesh.t", "--backend-config.mesh.tp", marks=pytest.mark.slow),
     ],
 )
 def test_zsh_completes(shell: Path, typed: str, completed: str) -> None:

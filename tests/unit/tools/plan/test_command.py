@@ -97,7 +97,7 @@ QWEN3_32B = {
 @pytest.mark.parametrize(
     ("config", "device", "micro_batch_tokens", "kv_tokens", "is_rematerialized"),
     [
-        (QWEN3_4B, "h200", 16384, 131_072, False),
+        pytest.param(QWEN3_4B, "h200", 16384, 131_072, False, marks=pytest.mark.slow),
         (QWEN3_8B, "h200", 8192, 262_144, False),
         pytest.param(QWEN3_32B, "v5e:2x4", 256, 65_536, True, marks=pytest.mark.slow),
     ],
@@ -113,7 +113,9 @@ def test_micro_batches_and_cache_share_the_memory(
     assert limits["kv_tokens"] >= kv_tokens and limits["is_rematerialized"] is is_rematerialized
 
 
-@pytest.mark.parametrize(("device", "shares"), [("h200", (0.50, 0.54)), ("h200:2", None), ("l4", None)])
+@pytest.mark.parametrize(
+    ("device", "shares"), [("h200", (0.50, 0.54)), ("l4", None), pytest.param("h200:2", None, marks=pytest.mark.slow)]
+)
 def test_what_one_device_reaches_of_the_bound_is_expected_where_it_was_measured(
     capsys: pytest.CaptureFixture[str], device: str, shares: tuple[float, float] | None
 ) -> None:
