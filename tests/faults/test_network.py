@@ -110,7 +110,7 @@ def train_in_chunks(url: str) -> Chunked:
     """
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4, seed=3).result()
-    passed = training.forward_backward(list(map(datum, range(2100))), "cross_entropy")
+    passed = training.forward_backward(list(map(datum, range(210))), "cross_entropy")
     stepped = training.optim_step(types.AdamParams(learning_rate=0.01)).result()
     outputs = passed.result()
     after = training.forward([datum(3)], "cross_entropy").result()
@@ -118,10 +118,20 @@ def train_in_chunks(url: str) -> Chunked:
     return outputs.metrics, logprobs, (stepped.metrics or {}) | after.metrics
 
 
+@contextmanager
+def use_chunks(stack: LiveStack, length: int, **flags: bool) -> Generator[None]:
+    """Let clients send chunks of `length` data, and use other flags of their configuration, in the context."""
+    flags_of_clients = ClientConfigResponse(**flags).model_dump() | {"fwdbwd_max_chunk_len": length}
+    stack.recorder.respond_with("client/config", flags_of_clients)
+    yield
+    stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
+
+
 @pytest.fixture(scope="module")
 def chunk_results(stack: LiveStack) -> Chunked:
     """The results of chunks without faults."""
-    return train_in_chunks(stack.url)
+    with use_chunks(stack, 100):
+        return train_in_chunks(stack.url)
 
 
 @pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -129,7 +139,7 @@ def test_reordered_chunks_give_equal_results(stack: LiveStack, chunk_results: Ch
     def schedule(path: str, nth: int) -> Fault | None:
         return "delay" if path == "forward_backward" and nth == late else None
 
-    with flaky_proxy(stack.url, schedule) as proxy, stack.recorder.recording() as calls:
+    with flaky_proxy(stack.url, schedule) as proxy, stack.recorder.recording() as calls, use_chunks(stack, 100):
         found = train_in_chunks(proxy.url)
     assert proxy.done == {("delay", "forward_backward"): 1}
     assert sum(call.path == "forward_backward" for call in calls) == 4
@@ -179,14 +189,11 @@ def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
 
 def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunk_results: Chunked) -> None:
     """Uses a client configuration without `parallel_fwdbwd_chunks` and with a shorter chunk length."""
-    flags = ClientConfigResponse(parallel_fwdbwd_chunks=False).model_dump() | {"fwdbwd_max_chunk_len": 700}
-    stack.recorder.respond_with("client/config", flags)
-    with stack.recorder.recording() as calls:
+    with stack.recorder.recording() as calls, use_chunks(stack, 70, parallel_fwdbwd_chunks=False):
         metrics, logprobs, after = train_in_chunks(stack.url)
-    stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
     bodies = [Body(call.body, PROTOBUF, "zstd", BodyLimits(2**24)) for call in calls if call.path == "forward_backward"]
     passes = [body.parse_message(wire_pb2.ForwardBackwardRequest) for body in bodies]
-    assert [(message.seq_id, len(message.data)) for message in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
+    assert [(message.seq_id, len(message.data)) for message in passes] == [(1, 70), (2, 70), (3, 70), (5, 1)]
     assert logprobs == chunk_results[1]
     assert metrics["loss:sum"] == pytest.approx(chunk_results[0]["loss:sum"])
     assert after == pytest.approx(chunk_results[2], rel=1e-4)
