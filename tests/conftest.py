@@ -33,7 +33,7 @@ from tests.support.leftover_work import (
     stop_loop_of_clients,
 )
 from tests.support.postgresql_server import PostgresqlServer
-from tests.support.shared_statements import share_statements
+from tests.support.quick_stores import make_stores_quick
 
 TOGETHER = (
     ("tests/api/",),
@@ -127,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The JAX backend sets the same options, so all tests share compiled programs.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     set_cpu_options(os.environ)
-    share_statements()
+    make_stores_quick()
     # There is no deadline, because the machine may be busy. A few examples are enough because each
     settings.register_profile(
         "default run", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -16,7 +16,7 @@ from sqlmodel import Session
 from skyrl_tx.store import keys, schema
 from skyrl_tx.store.dialect import PEER, Notifier, Role
 from skyrl_tx.store.sqlite import Sqlite, SqliteNotifier, _invalidate_if_rolled_back
-from tests.support.shared_statements import share_statements
+from tests.support.quick_stores import make_stores_quick
 from tests.support.simulation.scheduler import Fiber, Scheduler
 from tests.support.simulation.statements import EXECUTE, FastSession, Statements
 
@@ -87,7 +87,7 @@ class Database:
         )
         self.connection.isolation_level = None
         self.connection.execute("PRAGMA foreign_keys=ON")
-        share_statements()
+        make_stores_quick()
         self.writer, self.reader = self._engine(writes=True), self._engine(writes=False)
         schema.upgrade(self.writer)
         self.keys: dict[str, str] = {}

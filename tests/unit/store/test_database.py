@@ -8,13 +8,14 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.process import signals
-from skyrl_tx.store import sessions
+from skyrl_tx.store import sessions, sqlite
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse, ValueRefused
 
@@ -50,12 +51,16 @@ def test_only_one_process_may_have_a_role(tmp_path: Path, open_store) -> None:
 
 
 @pytest.mark.parametrize("database_url", [None])
-def test_commits_are_durable_and_foreign_keys_enforced(store: Store) -> None:
+def test_commits_are_durable_and_foreign_keys_enforced(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "create_engine", sqlalchemy.create_engine)  # not the quick one of other tests
+    store = open_store()
+
     pragmas = ("journal_mode", "synchronous", "foreign_keys")
     wanted = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     assert {
         p: store.write(lambda tx, p=p: tx.connection().exec_driver_sql(f"PRAGMA {p}").scalar()) for p in pragmas
     } == wanted
+
     with pytest.raises(IntegrityError):
         store.write(
             lambda tx: tx.connection().execute(
