@@ -32,8 +32,7 @@ EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
     ("architecture", "num_layers", "remat"),
     [
         *(("Qwen3ForCausalLM", 2, remat) for remat in (RematPolicy.SAVE_MATMULS, RematPolicy.FULL)),
-        (*TWO_LOOPS, RematPolicy.SAVE_MATMULS),
-        pytest.param(*CYCLES, RematPolicy.SAVE_MATMULS, marks=pytest.mark.slow),
+        *(pytest.param(*model, RematPolicy.SAVE_MATMULS, marks=pytest.mark.slow) for model in (TWO_LOOPS, CYCLES)),
         *(pytest.param(*model, RematPolicy.FULL, marks=EXHAUSTIVE) for model in (TWO_LOOPS, CYCLES)),
     ],
 )
