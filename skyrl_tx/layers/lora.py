@@ -17,7 +17,6 @@ so padding stays zero. Linear maps that are not trained have zeros too, which st
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -91,8 +90,6 @@ class RowAdapter:
         outer = outer.reshape(self.scale.shape[0], -1, b.shape[-1])
         return (outer * self.scale[:, None, None]).reshape(*x.shape[:-1], b.shape[-1])
 
-
-RowAdapters = Mapping[str, RowAdapter]
 
 RowsByLayer = dict[str, tuple[RowAdapter, ...]]
 """The adapters of the rows for each linear map, in each layer that has the map."""

@@ -121,7 +121,6 @@ def prefill(
     slots: RowSlots | None = None,
     *,
     size: jax.Array | None = None,
-    position_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Prefill one chunk of prompts. Returns its hidden states [B, T, D] and the updated cache.
 
@@ -138,10 +137,8 @@ def prefill(
         adapter: as in `forward`.
         slots: as in `forward`.
         size: number of tokens before the padding, a scalar or [B]; None means no padding.
-        position_T: RoPE positions, by default counted from `start`.
     """
-    if position_T is None:
-        position_T = start[..., None] + jnp.arange(inputs.shape[1])
+    position_T = start[..., None] + jnp.arange(inputs.shape[1])
     context = replace(_make_context(params, config, position_T), size=size)
 
     def mix_chunk(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):

@@ -41,7 +41,7 @@ def count_frozen_macs(config: ModelConfig) -> int:
     return macs
 
 
-def count_adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = True) -> int:
+def count_adapter_macs(config: ModelConfig, rank: int) -> int:
     """Return the multiply-adds per token with an adapter. Factors that experts share count once."""
     macs = 0
     for block in config.blocks:
@@ -49,7 +49,7 @@ def count_adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = T
             for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
                 is_shared = config.expert_lora == "shared" and axis == "embed"
                 macs += rank * size * (1 if is_shared else _count_uses(block, target))
-    return macs + (rank * (config.hidden_size + config.vocab_size) if with_unembed else 0)
+    return macs + rank * (config.hidden_size + config.vocab_size)
 
 
 def count_mixing_macs(config: ModelConfig, length: int) -> int:
