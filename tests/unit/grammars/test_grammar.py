@@ -27,7 +27,7 @@ VOCAB_SIZE = TOKENIZER.get_vocab_size()
 EOS, STOP_TOKEN = TOKENIZER.token_to_id("<|im_end|>"), TOKENIZER.token_to_id("<|endoftext|>")
 OWNER = "ann"
 MAX_CHECK_S = 5.0
-"""A check of the largest hostile grammar may take this long on a busy machine; it is usually below 0.3 s."""
+"""A check of the largest hostile grammar may take this many CPU seconds; it usually takes less than 0.3."""
 
 
 @pytest.fixture
@@ -166,20 +166,21 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_checked_quickly_and_does_not_block_other_threads(name: str) -> None:
+    """Time is CPU time, because other processes may use the cores."""
     kind, text = HOSTILE[name]
     pauses = [0.0]
     is_over = threading.Event()
 
     def tick() -> None:
-        last = time.monotonic()
+        last = time.process_time()
         while not is_over.wait(0.005):
-            now = time.monotonic()
+            now = time.process_time()
             pauses.append(now - last)
             last = now
 
     thread = threading.Thread(target=tick)
     thread.start()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         check_constraint(Constraint(kind=kind, text=text), "regex", OWNER)
     except FieldError as error:
@@ -188,7 +189,7 @@ def test_a_hostile_grammar_is_checked_quickly_and_does_not_block_other_threads(n
     finally:
         is_over.set()
         thread.join()
-    assert time.monotonic() - began < MAX_CHECK_S
+    assert time.process_time() - began < MAX_CHECK_S
     assert max(pauses) < MAX_CHECK_S / 5
 
 
