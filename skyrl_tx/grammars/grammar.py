@@ -34,6 +34,8 @@ CLIENT_KINDS: frozenset[str] = frozenset({"json_schema", "regex", "choice", "gra
 
 _MAX_CHARS: Mapping[str, int] = {"json_schema": 65_536, "regex": 8192, "choice": 65_536, "grammar": 16_384}
 """The maximum length of each kind."""
+_MAX_TOGETHER_CHARS = 262_144
+"""The maximum length of all schemas of one grammar, for example of the tools of a request."""
 _MAX_DEPTH = 64
 """How deep the objects and lists of a schema may be nested."""
 _MAX_PATTERN_CHARS = 8192
@@ -148,6 +150,16 @@ def check_constraint(constraint: Constraint, field: str, owner: str) -> None:
     _checks.submit(owner, partial(_check_text, constraint, field)).result()
 
 
+def check_schemas_together(schemas: Sequence[Mapping[str, object]], field: str, owner: str) -> None:
+    """Raise FieldError if schemas that become one grammar are too large or too complex together."""
+    size = sum(len(json.dumps(schema)) for schema in schemas)
+    if size > _MAX_TOGETHER_CHARS:
+        raise FieldError(
+            f"{field}: the schemas have {size} characters together, but must have at most {_MAX_TOGETHER_CHARS}", field
+        )
+    _checks.submit(owner, partial(_check_schema, schemas, field)).result()
+
+
 def _check_text(constraint: Constraint, field: str) -> None:
     if constraint.kind == "json_schema":
         _check_schema(json.loads(constraint.text), field)
@@ -250,4 +262,4 @@ def _read_json(text: str, start: int) -> object:
 
 
 def _as_list(value: object) -> Sequence[object]:
-    return cast(list[object], value) if isinstance(value, list) else []
+    return cast(list[object], value) if isinstance(value, list | tuple) else []

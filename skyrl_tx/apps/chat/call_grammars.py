@@ -12,7 +12,13 @@ from typing import cast
 from skyrl_tx.apps.chat.tool_calls import list_types
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint
-from skyrl_tx.grammars.grammar import check_constraint, make_grammar, write_json_rule, write_text
+from skyrl_tx.grammars.grammar import (
+    check_constraint,
+    check_schemas_together,
+    make_grammar,
+    write_json_rule,
+    write_text,
+)
 from skyrl_tx.server.submission.validation import quote_value, require
 
 Schema = Mapping[str, object]
@@ -80,7 +86,7 @@ class Tools:
     def __init__(self, tools: Sequence[Mapping[str, object]], where: Sequence[str], owner: str) -> None:
         """Check the schemas of the tools of an owner. `where` has the field of the schema of each tool.
 
-        Raises FieldError if a schema is not supported.
+        Raises FieldError if a schema is not supported, or the schemas are too large together.
         """
         self._tools: list[tuple[str, Schema, str]] = []
         for tool, field in zip(tools, where, strict=True):
@@ -89,6 +95,7 @@ class Tools:
             schema = {"type": "object", **parameters}
             check_constraint(Constraint(kind="json_schema", text=json.dumps(schema)), field, owner)
             self._tools.append((str(function["name"]), schema, field))
+        check_schemas_together([schema for _, schema, _ in self._tools], "tools", owner)
 
     def __iter__(self) -> Iterator[tuple[str, Schema, str]]:
         """Yield the name, the schema and the field of each tool. Raises FieldError for a name with other signs."""

@@ -219,6 +219,28 @@ def test_a_schema_that_a_form_cannot_enforce_is_refused(schema: dict[str, Any], 
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"description": "x" * 60_000}, "tools: the schemas have 3"),
+        ({"properties": {"x": {"type": "string", "pattern": "a" * 3000}}}, "tools: its patterns have 15000 characters"),
+        ({"properties": {"n": {"type": "integer", "multipleOf": 7919}}}, None),
+    ],
+)
+def test_tools_that_are_too_large_together_are_refused(schema: dict[str, Any], message: str | None) -> None:
+    """Each of the tools is small enough alone."""
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(5)]
+    write("hermes", "", tools[:1])
+    if message is None:  # equal values of multipleOf count once
+        write("hermes", "", tools)
+        schema = {"properties": {"n": {"type": "integer", "multipleOf": 7907}}}
+        tools.append({"type": "function", "function": {"name": "g", "parameters": schema}})
+        message = "tools: its values of multipleOf"
+    with pytest.raises(FieldError, match=message) as caught:
+        write("hermes", "", tools)
+    assert caught.value.field == "tools"
+
+
 def test_parameters_with_references_are_resolved() -> None:
     schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/few"}}, "required": ["n"]}
     schema["$defs"] = {"few": {"type": "integer", "minimum": 1, "maximum": 3}}
