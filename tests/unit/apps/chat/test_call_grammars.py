@@ -229,12 +229,15 @@ def test_a_schema_that_a_form_cannot_enforce_is_refused(schema: dict[str, Any], 
 )
 def test_tools_that_are_too_large_together_are_refused(schema: dict[str, Any], message: str | None) -> None:
     """Each of the tools is small enough alone."""
-    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(5)]
+
+    def make_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [make_tool(f"f{n}", schema) for n in range(5)]
     write("hermes", "", tools[:1])
     if message is None:  # equal values of multipleOf count once
         write("hermes", "", tools)
-        schema = {"properties": {"n": {"type": "integer", "multipleOf": 7907}}}
-        tools.append({"type": "function", "function": {"name": "g", "parameters": schema}})
+        tools.append(make_tool("g", {"properties": {"n": {"type": "integer", "multipleOf": 7907}}}))
         message = "tools: its values of multipleOf"
     with pytest.raises(FieldError, match=message) as caught:
         write("hermes", "", tools)
