@@ -162,7 +162,7 @@ def list_loads(fixture: Fixture) -> list[Load]:
     api, run = "/api/v1", f"/api/v1/training_runs/{fixture.run_id}"
     poll, poll_path = {"request_id": fixture.request_id}, f"{api}/retrieve_future"
     sample = {"base_model": "fake", "num_samples": 1, "sampling_params": {}}
-    text = {"model": "fake", "prompt": " people" * (4 * 2**20 // 7), "max_tokens": 4}  # one token per word
+    text = {"model": "fake", "prompt": " number" * (4 * 2**20 // 7), "max_tokens": 4}  # one token per word
     chart = f"/console/data/training_runs/{fixture.run_id}/curves"
 
     # Lists, pages, streams and text
