@@ -29,6 +29,7 @@ COUNTED = {
     "compile_s": "skyrl_tx_compile_seconds_total",
     "micro_batches": "skyrl_tx_micro_batches_total",
     "padding_tokens": "skyrl_tx_padding_tokens_total",
+    "shared_tokens": "skyrl_tx_shared_tokens_total",
     "engine_sampling_s": 'skyrl_tx_device_seconds_total{work="sample"}',
     "engine_training_s": 'skyrl_tx_device_seconds_total{work="train"}',
     "engine_optimizer_s": 'skyrl_tx_device_seconds_total{work="optim"}',

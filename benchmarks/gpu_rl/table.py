@@ -32,6 +32,11 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
         ),
         *_make_comparison("sampling", last.get("sampling_tokens_per_s"), found["sample_peer"], SAMPLING_RATIO),
         *_make_comparison("training", last.get("training_tokens_per_s"), found["train_peer"], TRAINING_RATIO),
+        (
+            "trained tokens; not computed, because a prompt is shared",
+            _show(last, "training_tokens", "shared_tokens"),
+            "none",
+        ),
         ("programs compiled meanwhile; seconds", _show(last, "programs_compiled", "compile_s"), "0"),
         (
             "sampler against trainer, nats: mean; largest",
@@ -94,7 +99,7 @@ def _compare_greedy(before: Results, after: Results) -> str:
 def _format_micro_batch(iteration: Results) -> str:
     if not iteration.get("micro_batches"):
         return "–"
-    positions = iteration["training_tokens"] + iteration.get("padding_tokens", 0)
+    positions = iteration["training_tokens"] - iteration.get("shared_tokens", 0) + iteration.get("padding_tokens", 0)
     return _format(positions / iteration["micro_batches"])
 
 

@@ -32,6 +32,7 @@ ITERATION = {
     "training_tokens": 700_000,
     "micro_batches": 100.0,
     "padding_tokens": 100_000.0,
+    "shared_tokens": 200_000.0,
 }
 RESULTS: dict[str, dict[str, Any]] = {
     "serve": {"ready_s": 40.0},
@@ -88,7 +89,8 @@ def test_the_table_compares_with_transformers_and_the_targets() -> None:
     assert "| sampling against transformers | 2.50 | 2.0 |" in rows
     assert "| training against transformers | 2.00 | 1.5 |" in rows
     assert "| cold, s: ready; first sample; first step | 40; –; – | none |" in rows
-    assert rows[-1].endswith("–; –; 8,000 | none |")
+    assert "| trained tokens; not computed, because a prompt is shared | 700,000; 200,000 | none |" in rows
+    assert rows[-1].endswith("–; –; 6,000 | none |")
 
 
 @pytest.mark.parametrize(
