@@ -32,6 +32,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
         ),
         *_make_comparison("sampling", last.get("sampling_tokens_per_s"), found["sample_peer"], SAMPLING_RATIO),
         *_make_comparison("training", last.get("training_tokens_per_s"), found["train_peer"], TRAINING_RATIO),
+        # Sharing, compilation, and the agreement of sampler and trainer.
         (
             "trained tokens; not computed, because a prompt is shared",
             _show(last, "training_tokens", "shared_tokens"),
