@@ -115,7 +115,7 @@ def compute_mask(matcher: "LLMatcher", eos: Uint32Array) -> tuple[Uint32Array, b
     if (seconds := time.thread_time() - began) > _MAX_TOKEN_S:
         message = f"a token took {seconds:.1f} s of computing, at most {_MAX_TOKEN_S:g} s are allowed"
     if message:
-        raise UserError(f"{_SOURCES} became too complex during the sample: {message}")
+        raise UserError(f"{_SOURCES} became too complex: {message}")
     return mask, matcher.is_accepting()
 
 

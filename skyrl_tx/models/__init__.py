@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_tx.models.adapters import (
-    CutAdapter,
     GroupPairs,
+    SplitAdapter,
     choose_expert_lora,
     cut_pairs,
     describe_adapter,
@@ -95,11 +95,11 @@ def read_model(directory: Path) -> tuple[ModelFamily, ModelConfig]:
 
 __all__ = [
     "FAMILIES",
-    "CutAdapter",
     "DecoderParams",
     "GroupPairs",
     "ModelConfig",
     "ModelFamily",
+    "SplitAdapter",
     "UnsupportedModel",
     "choose_expert_lora",
     "constrain_cache",

@@ -204,10 +204,10 @@ For each target, there is a pair [n, ...] per layer of the cycle.
 
 
 @struct.dataclass
-class CutAdapter:
-    """One adapter for all rows, already cut into the arrays that the loops over groups slice.
+class SplitAdapter:
+    """One adapter for all rows, split into the arrays that the loops over groups slice.
 
-    Gradients are added to sums that are cut in the same way. JAX can add to such a sum inside the
+    Gradients are added to sums that are split in the same way. JAX can add to such a sum inside the
     loop only if the loop slices the array directly.
     """
 
@@ -269,7 +269,7 @@ class GroupAdapters:
         self,
         config: ModelConfig,
         number: int,
-        adapter: Adapter | CutAdapter | None,
+        adapter: Adapter | SplitAdapter | None,
         slots: RowSlots | None,
         may_concatenate: bool,
     ) -> None:
@@ -286,7 +286,7 @@ class GroupAdapters:
     def from_adapter(
         cls,
         config: ModelConfig,
-        adapter: Adapter | CutAdapter | None,
+        adapter: Adapter | SplitAdapter | None,
         slots: RowSlots | None,
         *,
         may_concatenate: bool = False,
@@ -301,7 +301,7 @@ class GroupAdapters:
         """
         if self._adapter is None or not self._is_shared:
             return {}
-        if isinstance(self._adapter, CutAdapter):
+        if isinstance(self._adapter, SplitAdapter):
             return self._adapter.pairs[self._number]
         return _cut_group(self._group, self._targets, self._adapter.weights)
 

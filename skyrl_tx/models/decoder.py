@@ -36,7 +36,7 @@ from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select
 from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.models.adapters import CutAdapter, GroupAdapters
+from skyrl_tx.models.adapters import GroupAdapters, SplitAdapter
 from skyrl_tx.models.config import Block, ModelConfig
 from skyrl_tx.models.layer_loop import LayerMode, constrain_hidden, run_layers
 from skyrl_tx.models.params import DecoderParams
@@ -47,7 +47,7 @@ def forward(
     params: DecoderParams,
     config: ModelConfig,
     inputs: jax.Array,
-    adapter: Adapter | CutAdapter | None = None,
+    adapter: Adapter | SplitAdapter | None = None,
     slots: RowSlots | None = None,
     *,
     start_BT: jax.Array | None = None,
@@ -61,7 +61,7 @@ def forward(
         config: the model's configuration.
         inputs: tokens [B, T], or embeddings [B, T, D].
         adapter: one adapter for all rows, or a pool of adapters with `slots`; None is the base
-            model. A `CutAdapter` is one adapter whose stacked arrays are split by group of layers,
+            model. A `SplitAdapter` is one adapter whose stacked arrays are split by group of layers,
             as the sums of its gradients are.
         slots: the adapter slot of each row.
         start_BT: `start_BT[b, t]` is the index in row b at which the sequence of token t begins.
@@ -77,7 +77,7 @@ def forward_and_count(
     params: DecoderParams,
     config: ModelConfig,
     inputs: jax.Array,
-    adapter: Adapter | CutAdapter | None = None,
+    adapter: Adapter | SplitAdapter | None = None,
     slots: RowSlots | None = None,
     *,
     num_uses_BT: jax.Array | None = None,

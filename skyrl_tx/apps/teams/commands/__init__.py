@@ -17,7 +17,7 @@ COMMANDS = (
     ),
     Command(
         name="quotas",
-        help="list, set and remove quotas and weights of owners",
+        help="list, set and remove quotas and fair-share weights of owners",
         group="administration",
         entry_point="skyrl_tx.apps.teams.commands.quotas:add_arguments",
     ),

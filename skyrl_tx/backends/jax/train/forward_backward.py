@@ -87,9 +87,9 @@ def accumulate(
     """
 
     def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        cut_adapter = models.CutAdapter(pairs, adapter.scale)
+        split_adapter = models.SplitAdapter(pairs, adapter.scale)
         rows: Any = {"num_uses_BT": batch.num_uses_BT, "start_BT": batch.start_BT, "prefix": batch.prefix}
-        return models.forward_and_count(params, config, batch.tokens_BT, cut_adapter, **rows, remat=remat)
+        return models.forward_and_count(params, config, batch.tokens_BT, split_adapter, **rows, remat=remat)
 
     backward: Any  # a jax.VJP
     hidden_BTD, backward, counts = jax.vjp(compute_hidden, models.cut_pairs(config, adapter.weights), has_aux=True)
