@@ -150,13 +150,19 @@ def check_constraint(constraint: Constraint, field: str, owner: str) -> None:
     _checks.submit(owner, partial(_check_text, constraint, field)).result()
 
 
-def check_schemas_together(schemas: Sequence[Mapping[str, object]], field: str, owner: str) -> None:
-    """Raise FieldError if schemas that become one grammar are too large or too complex together."""
-    size = sum(len(json.dumps(schema)) for schema in schemas)
-    if size > _MAX_TOGETHER_CHARS:
+def check_schemas(schemas: Sequence[Mapping[str, object]], where: Sequence[str], field: str, owner: str) -> None:
+    """Raise FieldError if schemas that become one grammar are not supported, or too large alone or together.
+
+    `where` has the field of each schema, and `field` is the field of all of them.
+    """
+    texts = [json.dumps(schema) for schema in schemas]
+    size = sum(map(len, texts))
+    if size > _MAX_TOGETHER_CHARS:  # before the checks, because each of them takes time
         raise FieldError(
             f"{field}: the schemas have {size} characters together, but must have at most {_MAX_TOGETHER_CHARS}", field
         )
+    for text, own_field in zip(texts, where, strict=True):
+        check_constraint(Constraint(kind="json_schema", text=text), own_field, owner)
     _checks.submit(owner, partial(_check_schema, schemas, field)).result()
 
 

@@ -11,14 +11,7 @@ from typing import cast
 
 from skyrl_tx.apps.chat.tool_calls import list_types
 from skyrl_tx.contract.errors import FieldError
-from skyrl_tx.contract.requests import Constraint
-from skyrl_tx.grammars.grammar import (
-    check_constraint,
-    check_schemas_together,
-    make_grammar,
-    write_json_rule,
-    write_text,
-)
+from skyrl_tx.grammars.grammar import check_schemas, make_grammar, write_json_rule, write_text
 from skyrl_tx.server.submission.validation import quote_value, require
 
 Schema = Mapping[str, object]
@@ -93,9 +86,8 @@ class Tools:
             function = cast(Mapping[str, object], tool["function"])
             parameters = cast(Schema, function.get("parameters") or {})
             schema = {"type": "object", **parameters}
-            check_constraint(Constraint(kind="json_schema", text=json.dumps(schema)), field, owner)
             self._tools.append((str(function["name"]), schema, field))
-        check_schemas_together([schema for _, schema, _ in self._tools], "tools", owner)
+        check_schemas([schema for _, schema, _ in self._tools], where, "tools", owner)
 
     def __iter__(self) -> Iterator[tuple[str, Schema, str]]:
         """Yield the name, the schema and the field of each tool. Raises FieldError for a name with other signs."""
