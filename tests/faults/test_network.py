@@ -123,8 +123,10 @@ def use_chunks(stack: LiveStack, length: int, **flags: bool) -> Generator[None]:
     """Let clients send chunks of `length` data, and use other flags of their configuration, in the context."""
     flags_of_clients = ClientConfigResponse(**flags).model_dump() | {"fwdbwd_max_chunk_len": length}
     stack.recorder.respond_with("client/config", flags_of_clients)
-    yield
-    stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
+    try:
+        yield
+    finally:
+        stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
 
 
 @pytest.fixture(scope="module")

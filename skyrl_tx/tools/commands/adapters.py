@@ -42,12 +42,15 @@ if TYPE_CHECKING:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `export`."""
+    # The checkpoint, and where to write it
     parser.add_argument(
         "path",
         metavar="PATH",
         help="the checkpoint, tinker://<run>/<kind>/<name>; `skyrl-tx checkpoints list` shows all",
     )
     parser.add_argument("out", metavar="OUT", type=parse_path, help="the directory to create; it must not exist")
+
+    # What to write
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -110,6 +113,8 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
+
+            # Merge the adapter into the base model, or write it alone
             if not name and (arguments.merge or (arguments.format == "peft" and adapter.has_fused_parts)):
                 raise CommandError("--base-model is required: the checkpoint does not name its base model")
             if arguments.merge and name:
@@ -122,6 +127,7 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
                 public_name = choose_public_name(name, served_names)
                 adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": public_name})
                 _convert_format(adapter, arguments.format, name).write(folder)
+
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
