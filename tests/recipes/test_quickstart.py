@@ -31,18 +31,44 @@ def parse_figures(output, name):
     return float(found[1]), float(found[2])
 
 
-def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
-    done = run_quickstart("--steps", "30", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="module")
+def quickstart(directory):
+    """One run of the command, which the tests of its results share."""
+    done = run_quickstart("--steps", "30", cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    before, after = parse_figures(done.stdout, "Held-out loss")
+    return done
+
+
+def test_quickstart_trains_plots_curves_and_saves_checkpoints(directory, quickstart):
+    assert quickstart.stderr == ""
+    before, after = parse_figures(quickstart.stdout, "Held-out loss")
     assert before > 6.5 and after < 4.0
-    assert all(0 <= value <= 1 for value in parse_figures(done.stdout, "Held-out reward"))
-    assert re.search(r"^Checkpoints tinker://\S+/weights/quickstart ", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +tinker://\S+/sampler_weights/quickstart ", done.stdout, re.MULTILINE)
-    assert load_excerpt().held_out[0].text in done.stdout
-    assert (tmp_path / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
+    assert all(0 <= value <= 1 for value in parse_figures(quickstart.stdout, "Held-out reward"))
+    assert re.search(r"^Checkpoints tinker://\S+/weights/quickstart ", quickstart.stdout, re.MULTILINE)
+    assert re.search(r"^ +tinker://\S+/sampler_weights/quickstart ", quickstart.stdout, re.MULTILINE)
+    assert load_excerpt().held_out[0].text in quickstart.stdout
+    assert (directory / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "stopping" in (directory / "skyrl-tx-quickstart" / "server.log").read_text()
+
+
+def test_quickstart_logs_its_reward_to_its_run(directory, quickstart):
+    link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", quickstart.stdout, re.MULTILINE)
+    assert link and quickstart.stdout.index(link[0]) < quickstart.stdout.index("Supervised:"), "the link comes first"
+    store = Store.open(directory / "skyrl-tx-quickstart" / "server", role="tool")
+    points = store.read(lambda tx: logged_metrics.read_points_of_model(tx, ModelId(link[1])))
+    store.close()
+    curves = {name: sorted(point.step for point in points if name in point.values) for name in CURVES}
+    assert curves == {
+        "train_nll": list(range(1, 31)),
+        "held_out_nll": [0, 30],
+        "reward": [31, 32, 33, 34],
+        "held_out_reward": [30, 34],
+    }
 
 
 @pytest.mark.exhaustive  # test_gsm8k_scripts.py also trains this family
@@ -68,18 +94,6 @@ def test_error_message_names_the_architectures(tmp_path):
     done = run_quickstart("--architecture", "gemma", cwd=tmp_path)
     assert done.returncode == 2
     assert "--architecture 'gemma': Input should be 'qwen3' or 'qwen3_5'" in done.stderr
-
-
-def test_quickstart_logs_its_reward_to_its_run(tmp_path):
-    done = run_quickstart("--steps", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", done.stdout, re.MULTILINE)
-    assert link and done.stdout.index(link[0]) < done.stdout.index("Supervised:"), "the link comes first"
-    store = Store.open(tmp_path / "skyrl-tx-quickstart" / "server", role="tool")
-    points = store.read(lambda tx: logged_metrics.read_points_of_model(tx, ModelId(link[1])))
-    store.close()
-    curves = {name: sorted(point.step for point in points if name in point.values) for name in CURVES}
-    assert curves == {"train_nll": [1, 2], "held_out_nll": [0, 2], "reward": [3], "held_out_reward": [2, 3]}
 
 
 def test_error_message_names_a_missing_data_file(tmp_path):
