@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ class OpenSample:
     stop_reason: StopReason | None = None
     adjuster: LogitAdjuster | None = None
     """Changes the logits of the next token; None if the parameters never change them."""
+    is_late: bool = False
+    """Whether the constraint had not computed the next mask when the last round of samples needed it."""
     state: Any = None
     """Free for the backend to use, for example for the keys and values of the sample."""
 
@@ -123,18 +125,26 @@ MASK_WAIT_S = 0.02
 """How long a round of samples waits for the masks of constraints, in seconds.
 
 A mask usually takes less than a millisecond, and a round has the masks of a few steps. A grammar may
-take much longer, and samples without a constraint should not wait for it.
+take much longer, and other samples should not wait for it.
 """
 
 
-def select_ready(samples: Iterable[S], deadline: float) -> list[S]:
+def select_ready(samples: Sequence[S], deadline: float, *, others_decode: bool = False) -> list[S]:
     """Return the samples whose next logits can be computed.
 
-    Waits until `deadline`, in seconds of `time.monotonic`, for the masks of the other samples.
+    Waits for masks until `deadline`, in seconds of `time.monotonic`. A sample whose mask was late in
+    the last round is waited for only if nothing else can decode: none of `samples`, and, as
+    `others_decode` says, no other sample.
     """
-    return [
-        sample for sample in samples if sample.adjuster is None or sample.adjuster.is_ready(deadline - time.monotonic())
-    ]
+
+    def is_ready(sample: S, timeout_s: float) -> bool:
+        sample.is_late = sample.adjuster is not None and not sample.adjuster.is_ready(timeout_s)
+        return not sample.is_late
+
+    ready = [sample for sample in samples if is_ready(sample, 0.0 if sample.is_late else deadline - time.monotonic())]
+    if not ready and not others_decode:
+        ready = [sample for sample in samples if is_ready(sample, deadline - time.monotonic())]
+    return ready
 
 
 class OpenSamples:

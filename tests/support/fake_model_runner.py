@@ -91,6 +91,8 @@ class FakeModelRunner:
         """The number of steps of every decode slice."""
         self.copied: list[tuple[int, int]] = []
         """Every page that was copied or cleared: its source, and its target."""
+        self.uncompiled: frozenset[int] = frozenset()
+        """The numbers of adjusted samples whose program is being compiled."""
         self.fail_extend = False
         self.runs_ahead = runs_ahead
         self.prefers_few_rows = prefers_few_rows
@@ -163,7 +165,8 @@ class FakeModelRunner:
         """Nothing is compiled."""
 
     def is_compiled(self, samples: Sequence[RunningSample]) -> bool:
-        return True
+        assert samples
+        return len(samples) not in self.uncompiled
 
     def make_scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)

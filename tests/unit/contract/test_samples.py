@@ -1,5 +1,8 @@
 """The lifecycle of a sample, tested without a device."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import TopK
-from skyrl_tx.contract.samples import OpenSamples
+from skyrl_tx.contract.samples import OpenSample, OpenSamples, select_ready
 
 
 def request(name: str = "one", num_samples: int = 1, first_index: int = 0, **params) -> SampleRequest:
@@ -69,3 +72,57 @@ def test_numbers_depend_on_seed_index_and_position():
     [again] = open_samples(request("other", 1, first_index=1)).first(1)
     assert one.uniform() != two.uniform() == again.uniform()
     assert two.uniform(1) != two.uniform(0) == two.uniform()
+
+
+class Mask:
+    """A constraint that notes how long callers wait for its mask."""
+
+    def __init__(self) -> None:
+        self.is_computed, self.waits = False, list[bool]()
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        self.waits.append(timeout_s > 0)
+        return self.is_computed
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        raise AssertionError("nothing is drawn")
+
+    def accept(self, token: int) -> None:
+        raise AssertionError("nothing is drawn")
+
+
+def open_constrained(*masks: Mask) -> list[OpenSample]:
+    opened = OpenSamples([9], vocab_size=64)
+    requests = (replace(request(f"{n}"), make_constraint=lambda mask=mask: mask) for n, mask in enumerate(masks))
+    opened.begin(PreparedSampleBatch(requests=tuple(requests)))
+    return opened.first(len(masks))
+
+
+def test_a_late_mask_is_waited_for_once_while_other_samples_decode():
+    fast, slow = Mask(), Mask()
+    fast.is_computed = True
+    samples = open_constrained(fast, slow)
+    deadline = time.monotonic() + 600
+
+    assert select_ready(samples, deadline) == samples[:1] and slow.waits == [True]
+    for _ in range(2):
+        assert select_ready(samples, deadline) == samples[:1]
+    assert slow.waits == [True, False, False] and fast.waits == [True] * 3
+
+    slow.is_computed = True
+    assert select_ready(samples, deadline) == samples
+    slow.is_computed = False  # the mask after the next token
+    select_ready(samples, deadline)
+    assert slow.waits[3:] == [False, True]
+
+
+def test_a_round_in_which_nothing_else_decodes_waits_for_late_masks():
+    masks = [Mask(), Mask()]
+    samples = open_constrained(*masks)
+    deadline = time.monotonic() + 600
+    select_ready(samples, deadline, others_decode=True)
+    for others_decode, waits in ((True, [False]), (False, [False, True])):
+        for mask in masks:
+            mask.waits.clear()
+        assert select_ready(samples, deadline, others_decode=others_decode) == []
+        assert [mask.waits for mask in masks] == [waits, waits]

@@ -322,10 +322,9 @@ class SampleScheduler:
             samples = self._select_for_slice(samples)
             num_steps = min(self._slice_tokens, max(sample.end - sample.position for sample in samples))
             self._dispatched = self._dispatch(samples, num_steps)
+        deltas += [] if before is None else self._make_deltas(before)
         if adjusted:
             deltas += self._decode_adjusted(adjusted, is_alone=not samples)
-
-        deltas += [] if before is None else self._make_deltas(before)
         return deltas if self._programs.runs_ahead else deltas + self._read_slice()
 
     def _select_for_slice(self, samples: list[RunningSample]) -> list[RunningSample]:
@@ -342,19 +341,26 @@ class SampleScheduler:
     def _decode_adjusted(self, samples: list[RunningSample], *, is_alone: bool) -> list[SampleDelta]:
         """Dispatch a step of adjusted samples. If no other sample decodes, take the steps of a slice.
 
-        Samples whose mask is not computed in time wait for the next round, and while their program is
-        being compiled, only the other samples decode.
+        Samples whose mask is not computed in time wait for a later round. The remaining samples need a
+        program for fewer rows then, and do not wait for its compilation.
         """
         deltas: list[SampleDelta] = []
         deadline = time.monotonic() + MASK_WAIT_S
         for step in range(self._slice_tokens if is_alone else 1):
             deltas += self._read_adjusted()
             samples = [sample for sample in samples if sample.stop_reason is None and sample.is_adjusted]
-            ready = select_ready(samples, deadline)
-            is_worth_a_step = len(ready) == len(samples) if step else is_alone or self._programs.is_compiled(ready)
-            if not ready or not is_worth_a_step:
+            ready = select_ready(samples, deadline, others_decode=not is_alone)
+            if not ready or (step and len(ready) < len(samples)):
+                break
+
+            # Only if there is nothing else to do, the step waits for the compilation of its program.
+            can_wait = is_alone and len(ready) == len(samples)
+            if not can_wait and not self._programs.is_compiled(ready):
+                if is_alone:
+                    select_ready([sample for sample in samples if sample.is_late], deadline)
                 break
             self._adjusted = self._dispatch(ready, 1)
+            samples = ready
         return deltas
 
     def _dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
