@@ -16,7 +16,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -153,9 +153,10 @@ def check_constraint(constraint: Constraint, field: str, owner: str) -> None:
 def check_schemas(schemas: Sequence[Mapping[str, object]], where: Sequence[str], field: str, owner: str) -> None:
     """Raise FieldError if schemas that become one grammar are not supported, or too large alone or together.
 
-    `where` has the field of each schema, and `field` is the field of all of them.
+    A text matches one of the schemas, as a call is a call of one tool. `where` has the field of each
+    schema, and `field` is the field of all of them.
     """
-    texts = [json.dumps(schema) for schema in schemas]
+    texts = list(map(_write_json, schemas, where))
     size = sum(map(len, texts))
     if size > _MAX_TOGETHER_CHARS:  # before the checks, because each of them takes time
         raise FieldError(
@@ -163,7 +164,25 @@ def check_schemas(schemas: Sequence[Mapping[str, object]], where: Sequence[str],
         )
     for text, own_field in zip(texts, where, strict=True):
         check_constraint(Constraint(kind="json_schema", text=text), own_field, owner)
-    _checks.submit(owner, partial(_check_schema, schemas, field)).result()
+    _checks.submit(owner, partial(_check_together, schemas, where, field)).result()
+
+
+def _write_json(schema: Mapping[str, object], field: str) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise FieldError(f"{field}: is nested deeper than {_MAX_DEPTH} levels", field) from error
+
+
+def _check_together(schemas: Sequence[Mapping[str, object]], where: Sequence[str], field: str) -> None:
+    """Raise FieldError if patterns or values of multipleOf are too large together.
+
+    The least common multiple matters only in one schema, because a text matches only one of them.
+    """
+    parts = list(map(_read_schema, schemas, where))
+    _limit_patterns(sum(num_chars for num_chars, _ in parts), field)
+    multiples = set[Decimal]().union(*(multiples for _, multiples in parts))
+    _limit_multiples(sum(map(_read_digits, multiples)), field)
 
 
 def _check_text(constraint: Constraint, field: str) -> None:
@@ -209,7 +228,17 @@ def clean_error(error: str) -> str:
 
 
 def _check_schema(schema: object, field: str) -> None:
-    """Raise FieldError if a schema is nested too deeply, or has keywords that the library would ignore."""
+    """Raise FieldError if a schema is nested too deeply or too large, or has keywords that the library would ignore."""
+    num_chars, multiples = _read_schema(schema, field)
+    _limit_patterns(num_chars, field)
+    _limit_multiples(_measure_multiples(multiples), field)
+
+
+def _read_schema(schema: object, field: str) -> tuple[int, Set[Decimal]]:
+    """Return the number of characters of a schema's patterns, and its values of `multipleOf`.
+
+    Raises FieldError if it is nested too deeply, or has keywords that the library would ignore.
+    """
     num_chars, multiples, level = 0, set[Decimal](), [(field, schema)]
     for _ in range(_MAX_DEPTH):
         below: list[tuple[str, object]] = []
@@ -235,11 +264,18 @@ def _check_schema(schema: object, field: str) -> None:
 
     if level:
         raise FieldError(f"{field}: is nested deeper than {_MAX_DEPTH} levels", field)
+    return num_chars, {value for value in multiples if value.is_finite()}
+
+
+def _limit_patterns(num_chars: int, field: str) -> None:
     if num_chars > _MAX_PATTERN_CHARS:
         raise FieldError(
             f"{field}: its patterns have {num_chars} characters, but must have at most {_MAX_PATTERN_CHARS}", field
         )
-    if _sum_multiples(multiples) > _MAX_MULTIPLE:
+
+
+def _limit_multiples(size: int, field: str) -> None:
+    if size > _MAX_MULTIPLE:
         raise FieldError(
             f"{field}: its values of multipleOf, or their least common multiple, are too large; without zeros at the "
             f"end, at most {_MAX_MULTIPLE} is supported",
@@ -247,12 +283,15 @@ def _check_schema(schema: object, field: str) -> None:
         )
 
 
-def _sum_multiples(multiples: Collection[Decimal]) -> int:
+def _read_digits(value: Decimal) -> int:
+    """Return the digits of a number as a whole number without zeros at the end, for example 25 for 2.50."""
+    return int("".join(map(str, value.normalize().as_tuple().digits)))
+
+
+def _measure_multiples(multiples: Collection[Decimal]) -> int:
     """Return the sum or the least common multiple of `multipleOf` values, the larger one. See `_MAX_MULTIPLE`."""
-    parts = [value.normalize().as_tuple() for value in multiples if value.is_finite()]
     total, common = 0, 1
-    for part in parts:
-        number = int("".join(map(str, part.digits)))
+    for number in map(_read_digits, multiples):
         total, common = total + number, math.lcm(common, number)
         if max(total, common) > 100 * _MAX_MULTIPLE:  # large enough, and a larger number takes long
             break
@@ -268,4 +307,4 @@ def _read_json(text: str, start: int) -> object:
 
 
 def _as_list(value: object) -> Sequence[object]:
-    return cast(list[object], value) if isinstance(value, list | tuple) else []
+    return cast(list[object], value) if isinstance(value, list) else []

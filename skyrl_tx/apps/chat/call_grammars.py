@@ -79,14 +79,17 @@ class Tools:
     def __init__(self, tools: Sequence[Mapping[str, object]], where: Sequence[str], owner: str) -> None:
         """Check the schemas of the tools of an owner. `where` has the field of the schema of each tool.
 
-        Raises FieldError if a schema is not supported, or the schemas are too large together.
+        Raises FieldError if a schema is not supported, the schemas are too large together, or two tools
+        have the same name.
         """
         self._tools: list[tuple[str, Schema, str]] = []
         for tool, field in zip(tools, where, strict=True):
             function = cast(Mapping[str, object], tool["function"])
             parameters = cast(Schema, function.get("parameters") or {})
-            schema = {"type": "object", **parameters}
-            self._tools.append((str(function["name"]), schema, field))
+            schema, name = {"type": "object", **parameters}, str(function["name"])
+            if any(name == other for other, _, _ in self._tools):
+                raise FieldError(f"tools: {quote_value(name)} is the name of two tools", "tools")
+            self._tools.append((name, schema, field))
         check_schemas([schema for _, schema, _ in self._tools], where, "tools", owner)
 
     def __iter__(self) -> Iterator[tuple[str, Schema, str]]:

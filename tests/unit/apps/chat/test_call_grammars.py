@@ -15,7 +15,8 @@ from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import FieldError
-from skyrl_tx.grammars.grammar import make_limits
+from skyrl_tx.contract.requests import Constraint
+from skyrl_tx.grammars.grammar import check_constraint, make_limits
 from tests.support.tiny_tokenizer import PACKAGED
 
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
@@ -219,29 +220,55 @@ def test_a_schema_that_a_form_cannot_enforce_is_refused(schema: dict[str, Any], 
     assert message in caught.value.message
 
 
+def make_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def make_multiples(*numbers: int) -> list[dict[str, Any]]:
+    """Return a tool for each number, with an argument that must be a multiple of it."""
+    schemas = ({"properties": {"n": {"type": "integer", "multipleOf": number}}} for number in numbers)
+    return [make_tool(f"f{n}", schema) for n, schema in enumerate(schemas)]
+
+
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("tools", "message"),
     [
-        ({"description": "x" * 60_000}, "tools: the schemas have 3"),
-        ({"properties": {"x": {"type": "string", "pattern": "a" * 3000}}}, "tools: its patterns have 15000 characters"),
-        ({"properties": {"n": {"type": "integer", "multipleOf": 7919}}}, None),
+        ([make_tool(f"f{n}", {"description": "x" * 60_000}) for n in range(5)], "tools: the schemas have 3"),
+        (
+            [make_tool(f"f{n}", {"properties": {"x": {"pattern": "a" * 3000, "type": "string"}}}) for n in range(5)],
+            "tools: its patterns have 15000 characters",
+        ),
+        (make_multiples(7919, 7907), "tools: its values of multipleOf"),
+        ([make_tool("same", {"type": "object"})] * 2, "tools: 'same' is the name of two tools"),
     ],
 )
-def test_tools_that_are_too_large_together_are_refused(schema: dict[str, Any], message: str | None) -> None:
-    """Each of the tools is small enough alone."""
-
-    def make_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    tools = [make_tool(f"f{n}", schema) for n in range(5)]
-    write("hermes", "", tools[:1])
-    if message is None:  # equal values of multipleOf count once
-        write("hermes", "", tools)
-        tools.append(make_tool("g", {"properties": {"n": {"type": "integer", "multipleOf": 7907}}}))
-        message = "tools: its values of multipleOf"
+def test_tools_that_are_too_large_together_are_refused(tools: list[dict[str, Any]], message: str) -> None:
+    """Each of the tools is allowed alone."""
+    for tool in tools:
+        write("hermes", "", [tool])
     with pytest.raises(FieldError, match=message) as caught:
         write("hermes", "", tools)
     assert caught.value.field == "tools"
+
+
+def test_a_call_has_values_of_multiple_of_from_one_tool_only() -> None:
+    write("hermes", "", make_multiples(7, 11, 13, 17))  # their least common multiple would be too large
+    write("hermes", "", make_multiples(7919, 7919))
+
+
+def test_the_parameters_of_a_tool_may_be_nested_as_deeply_as_other_schemas() -> None:
+    schemas: list[dict[str, Any]] = [{"type": "string"}]
+    for _ in range(1000):
+        schemas.append({"type": "object", "properties": {"x": schemas[-1]}})
+
+    check_constraint(Constraint(kind="json_schema", text=json.dumps(schemas[62])), "schema", "ann")
+    write("hermes", "", [make_tool("f", schemas[62])])
+    with pytest.raises(FieldError, match="is nested deeper than 64 levels"):
+        check_constraint(Constraint(kind="json_schema", text=json.dumps(schemas[63])), "schema", "ann")
+    for depth in (63, 1000):
+        with pytest.raises(FieldError, match="is nested deeper than 64 levels") as caught:
+            write("hermes", "", [make_tool("f", schemas[depth])])
+        assert caught.value.field == "tools[0].function.parameters"
 
 
 def test_parameters_with_references_are_resolved() -> None:
