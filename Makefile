@@ -16,6 +16,7 @@ lint:  ## check format, lint rules, spelling, docstrings, Markdown tables and st
 
 types:  ## check types
 	pyright
+	pyright -p benchmarks
 
 contracts:  ## check which package may import which
 	lint-imports

@@ -36,7 +36,7 @@ class _Normal(sqlite3.Connection):
 @contextmanager
 def open_store(directory: Path, mode: str) -> Iterator[Store]:
     """Open a store whose connections use the given `synchronous` mode."""
-    connect = sqlite3.dbapi2.connect
+    connect = sqlite3.connect
     factory = _Normal if mode == "NORMAL" else sqlite3.Connection
     with mock.patch(
         "sqlite3.dbapi2.connect", lambda *args, **options: connect(*args, **{**options, "factory": factory})

@@ -148,7 +148,9 @@ def make_example(
 
 def compute_least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
     """Return the least FLOPs of forward and backward for these sequences."""
-    frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank, with_unembed=train_unembed)
+    frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank)
+    if not train_unembed:
+        lora -= rank * (shape.hidden_size + shape.vocab_size)
     # The backward pass has no product for frozen weights, and two for each other product.
     return sum((4 * frozen + 6 * lora) * length + 6 * count_mixing_macs(shape, length) for length in lengths)
 
@@ -343,9 +345,12 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
         thread, start = time.thread_time(), time.perf_counter()
         step()
         steps.append((time.perf_counter() - start, time.thread_time() - thread))
+
+    # The slowest functions of one more step
     profiler = cProfile.Profile()
     profiler.runcall(step)
-    slowest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
+    stats: Any = pstats.Stats(profiler)
+    slowest = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:12]
     return {
         "step_s": compute_quartiles([wall for wall, _ in steps]),
         "python_s": compute_quartiles([thread for _, thread in steps]),

@@ -8,13 +8,14 @@ For each line on stdin it samples the whole batch and prints wall and CPU second
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
 def main(directory: str, prompts: int, length: int, samples: int, tokens: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     model.generation_config.eos_token_id = None
     prompt_ids = torch.randint(2, model.config.vocab_size, (prompts, length))
 

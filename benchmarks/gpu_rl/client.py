@@ -65,7 +65,7 @@ class FirstResult:
 
 def request_samples(
     sampler: tinker.SamplingClient, prompt: Sequence[int], samples: int, tokens: int, *, seed: int, greedy: bool = False
-) -> "Future[types.SampleResponse]":
+) -> "tinker.APIFuture[types.SampleResponse]":
     """Request samples that all have this number of tokens."""
     params = types.SamplingParams(max_tokens=tokens, stop=[], seed=seed, temperature=0.0 if greedy else 1.0)
     return sampler.sample(types.ModelInput.from_ints(list(prompt)), samples, params)
