@@ -62,7 +62,6 @@ _started = WeakSet["Compiler[Any]"]()
 """Compilers whose threads run, or were closed while a thread was compiling."""
 
 
-@atexit.register
 def _close_all() -> None:
     """Stop all compilers, and wait for running compilations: an interpreter that exits during one aborts."""
     for compiler in list(_started):
@@ -229,6 +228,9 @@ class Compiler(Generic[Key]):
         if not self._is_started and not self._is_closed:
             self._is_started = True
             _started.add(self)
+            # JAX clears its caches at exit. Functions run in the reverse order, so register after JAX.
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
             for thread in self._threads:
                 thread.start()
 
