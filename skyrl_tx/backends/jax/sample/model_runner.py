@@ -89,17 +89,19 @@ class ModelRunner:
         self._model = model
         self.vocab_size = model.vocab_size
         self._config = config
-        self.pool = SamplerPool(
-            model, config.max_sampler_adapters, params.layout, num_slots=num_adapter_slots, rank=pool_rank
-        )
-        """The adapters of the samplers."""
         self.memory = memory
         """The memory for keys and values of prompts and samples."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"
+
+        # The adapters of the samplers. On a single CPU device, bits must not depend on other adapters.
+        max_samplers, exact = config.max_sampler_adapters, self._is_single_cpu
+        self.pool = SamplerPool(
+            model, max_samplers, params.layout, num_slots=num_adapter_slots, rank=pool_rank, separates_ranks=exact
+        )
         # With bfloat16 weights there is no guarantee that bits are independent of other samples.
         self._merges = not self._is_single_cpu and params.embed.dtype != jnp.float32
-        self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, including the base model
+        self._max_adapters = 1 + max_samplers  # of one slice, including the base model
         self._num_shards = params.layout.num_shards("batch")
         self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
         """The maximum number of prompts that a shard computes at the same time."""
@@ -107,7 +109,9 @@ class ModelRunner:
         # The row counts of decode slices, and on a single CPU device their programs.
         self._counts = self._make_row_counts()
         cost = estimate_compilation_cost(model)
-        self._divider = SliceDivider(self._counts, self._choose_read_length, compiler, self._make_rows_program, cost)
+        self._divider = SliceDivider(
+            self._counts, self._choose_read_length, self.pool.get_rank, compiler, self._make_rows_program, cost
+        )
 
         # The inputs of slices and the cache.
         self._inputs, self._adjusted_inputs = (RowInputs(config.decode_slice_tokens) for _ in range(2))
@@ -177,8 +181,9 @@ class ModelRunner:
         if num_rows == 1 and len(chunks) > 1:
             return [last for chunk in chunks for last in self.prefill([chunk], padded)]
 
-        pool = self.pool.get_adapters(any_used=any(chunk.adapter != BASE_SLOT for chunk in chunks))
-        self._wait_for_program("prefill", padded, num_rows, pool is not None)
+        rank = self.pool.get_rank(chunk.adapter for chunk in chunks)
+        self._wait_for_program("prefill", padded, num_rows, rank)
+        pool = self.pool.get_adapters(rank)
 
         # Assign each chunk to a row.
         tables: list[BlockTableRow | None] = [None] * num_rows
@@ -217,8 +222,8 @@ class ModelRunner:
         program draws for any number of samples, because different programs round differently.
         """
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
-        pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
-        self._wait_for_program("first token", pool is not None)
+        self._wait_for_program("first token", rank := self.pool.get_rank([adapter]))
+        pool = self.pool.get_adapters(rank)
         logits_1V = programs.compute_first_logits(self._params, pool, np.int32(adapter), last_hidden)
         raw_logits = [logits_1V] if samples[0].reports_raw and samples[0].adjuster is not None else []
         if (adjuster := samples[0].adjuster) is not None:  # the first tokens of all samples have the same adjustment
@@ -255,11 +260,11 @@ class ModelRunner:
         return DispatchedSlice(dispatched, lambda: programs.detect_loss(cache))
 
     def _arrange(self, samples: Sequence[RunningSample]) -> SliceRows:
-        any_adapter = any(sample.adapter != BASE_SLOT for sample in samples)
+        rank = self.pool.get_rank(sample.adapter for sample in samples)
         num_rows = len(samples)
         if self._num_shards > 1:  # every shard has as many rows as the fullest shard needs
             num_rows = self._num_shards * max(Counter(sample.table.shard for sample in samples).values())
-        count = self._counts.choose(num_rows, any_adapter=any_adapter, is_adjusted=samples[0].is_adjusted)
+        count = self._counts.choose(num_rows, rank=rank, is_adjusted=samples[0].is_adjusted)
         return SliceRows.arrange(
             samples, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
         )
@@ -296,9 +301,10 @@ class ModelRunner:
     def _decode_on_cpu(
         self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, length: int
     ) -> SliceResult:
-        self._divider.record_call(PlannedPart(rows, length, is_adjusted=batch.adjustment is not None))
+        rank = self.pool.get_rank(rows.adapters)
+        self._divider.record_call(PlannedPart(rows, length, rank, is_adjusted=batch.adjustment is not None))
         max_steps = self._config.decode_slice_tokens
-        pool = self.pool.gather(rows.adapters) if rows.any_adapter else None
+        pool = self.pool.gather(rows.adapters, rank) if rank else None
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
         live, num_run, result = self._run_decode_steps(pool, opened, batch, num_steps)
         self._cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
@@ -317,10 +323,10 @@ class ModelRunner:
         return self._by_layer
 
     def _make_rows_program(self, part: PlannedPart) -> Program:
-        pool = self.pool.gather(part.rows.adapters) if part.rows.any_adapter else None
+        pool = self.pool.gather(part.rows.adapters, part.rank) if part.rank else None
         return self._shapes.make_rows_program(part, pool)
 
-    def _decode_random_rows(self, count: int, any_adapter: bool, is_adjusted: bool) -> Any:
+    def _decode_random_rows(self, count: int, rank: int, is_adjusted: bool) -> Any:
         """Decode random rows and return the results, with leaves [count, ...].
 
         The inputs of a row depend on its index alone, so results with different counts can be
@@ -338,8 +344,8 @@ class ModelRunner:
         opened = replace(opened, past=make_noise(opened.past), live=make_noise(opened.live))
 
         adapters, pool = [BASE_SLOT] * len(make_tiles(count)), None
-        if any_adapter:
-            pool = self.pool.gather(adapters)
+        if rank:
+            pool = self.pool.gather(adapters, rank)
             pool = pool.replace(rows=make_noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
 
         batch = self._inputs.make_batch(SliceRows((None,) * count, tuple(adapters)))
@@ -352,7 +358,7 @@ class ModelRunner:
 
     def _decode_slice(self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int) -> SliceResult:
         is_adjusted = batch.adjustment is not None
-        self._wait_for_program(*_make_slice_key(rows, is_adjusted=is_adjusted))
+        self._wait_for_program(*rows.make_key(is_adjusted=is_adjusted))
         arguments, static = self._make_slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
         self._cache, last_R, result = programs.decode_slice(*arguments, **static)
         if not is_adjusted:  # the host reads the tokens of an adjusted slice before the next one
@@ -362,7 +368,7 @@ class ModelRunner:
     def _make_slice_arguments(
         self, table: BlockTable, batch: RowBatch, num_steps: int, *, any_adapter: bool
     ) -> tuple[tuple[Any, ...], dict[str, int]]:
-        pool = self.pool.get_adapters(any_used=any_adapter)
+        pool = self.pool.get_adapters(self.pool.get_rank([BASE_SLOT + any_adapter]))
         arguments = self._params, self._model, pool, self.cache, table, batch, self._last_R, np.int32(num_steps)
         static = {"max_steps": self._config.decode_slice_tokens, "max_topk": self._config.max_topk_logprobs}
         return arguments, static
@@ -385,26 +391,21 @@ class ModelRunner:
         shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
         for any_adapter in sorted({request.sampler is not None for request in requests}):
             group = [request for request in requests if (request.sampler is not None) == any_adapter]
+            rank = self.pool.get_rank([BASE_SLOT + any_adapter])
             together = self.prompts_of_shard if len(group) > self.prompts_of_shard // 2 else 1
             num_rows = self._num_shards * together
 
             # Prefill, then decode slices if all samples share an adapter.
             for request in group:
                 for size in shapes.iter_prompt_sizes(request.prompt.size):
-                    pool = self.pool.get_adapters(any_used=any_adapter)
-                    program = partial(self._shapes.make_prefill_program, size, num_rows, pool)
-                    key = "prefill", size, num_rows, any_adapter
-                    self._compiler.queue_needed(key, program, request.cache_scope)
+                    program = partial(self._shapes.make_prefill_program, size, num_rows, self.pool.get_adapters(rank))
+                    self._compiler.queue_needed(("prefill", size, num_rows, rank), program, request.cache_scope)
             num_samples = sum(request.num_samples for request in group if get_max_tokens(request) > 1)
             if num_samples and len({request.sampler for request in group}) == 1:
-                rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
+                count = self._counts.choose(min(num_samples, self.memory.num_rows), rank=rank)
+                rows = next(SliceRows.iter_shapes(count, BASE_SLOT + any_adapter, merges=self._merges))
                 program = partial(self._make_slice_program, rows)
-                self._compiler.queue_needed(_make_slice_key(rows), program, group[0].cache_scope)
-
-    def _make_single_adapter_rows(self, num_samples: int, any_adapter: bool) -> SliceRows:
-        """Return empty rows in the shape of a slice whose samples share one adapter, or have none."""
-        count = self._counts.choose(num_samples, any_adapter=any_adapter)
-        return next(SliceRows.iter_shapes(count, BASE_SLOT + any_adapter, merges=self._merges))
+                self._compiler.queue_needed(rows.make_key(), program, group[0].cache_scope)
 
     def is_compiled(self, samples: Sequence[RunningSample]) -> bool:
         """Return whether the slice of adjusted samples is compiled; if not, compile it in the background.
@@ -414,7 +415,7 @@ class ModelRunner:
         if self._compiler is None or self._is_single_cpu or is_distributed():
             return True
         rows = self._arrange(samples)
-        key = _make_slice_key(rows, is_adjusted=True)
+        key = rows.make_key(is_adjusted=True)
         self._compiler.queue_needed(key, partial(self._make_slice_program, rows, is_adjusted=True))
         return key in self._compiler.ready
 
@@ -431,14 +432,14 @@ class ModelRunner:
         """Begin to compile prefill programs and slices of one adapter in parallel, then other slices."""
         assert self._compiler is not None
         for size, slot, number in self._iter_chunk_shapes(BASE_SLOT + 1):
-            num_rows, pool = self._num_shards * number, self.pool.get_adapters(any_used=slot != BASE_SLOT)
-            program = partial(self._shapes.make_prefill_program, size, num_rows, pool)
-            self._compiler.queue_needed(("prefill", size, num_rows, pool is not None), program)
+            num_rows, rank = self._num_shards * number, self.pool.get_rank([slot])
+            program = partial(self._shapes.make_prefill_program, size, num_rows, self.pool.get_adapters(rank))
+            self._compiler.queue_needed(("prefill", size, num_rows, rank), program)
         for rows, _ in self._iter_slice_shapes(BASE_SLOT + 1):
             if rows.groups is None:
-                self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
+                self._compiler.queue_needed(rows.make_key(), partial(self._make_slice_program, rows))
             else:
-                self._compiler.queue_likely([(_make_slice_key(rows), self._make_slice_program(rows))])
+                self._compiler.queue_likely([(rows.make_key(), self._make_slice_program(rows))])
 
     def queue_first_samples(self, rank: int) -> None:
         """On a CPU, compile the programs of a server's first samples while no request uses the cores.
@@ -447,13 +448,13 @@ class ModelRunner:
         """
         assert self._compiler is not None and self._is_single_cpu
         size = min(PrefillShapes.from_config(self._config, self.memory.max_length).chunk_size, FIRST_CHUNK)
-        for any_adapter in (False, True):
-            parts = self._divider.list_first_programs(any_adapter=any_adapter)
-            pools = [self.pool.describe(part.rows.adapters, rank) if any_adapter else None for part in parts]
+        for used_rank in (0, rank):
+            parts = self._divider.list_first_programs(used_rank)
+            pools = [self.pool.describe(part.rows.adapters, rank) if used_rank else None for part in parts]
             pool = None if pools[0] is None else Adapter(pools[0].weights, pools[0].scale)
             likely = [
-                (("prefill", size, 1, any_adapter), self._shapes.make_prefill_program(size, 1, pool)),
-                (("first token", any_adapter), self._shapes.make_first_token_program(pool)),
+                (("prefill", size, 1, used_rank), self._shapes.make_prefill_program(size, 1, pool)),
+                (("first token", used_rank), self._shapes.make_first_token_program(pool)),
             ]
             rows_programs = map(self._shapes.make_rows_program, parts, pools)
             keys = (part.key for part in parts)
@@ -487,14 +488,9 @@ class ModelRunner:
             else [MIN_SEGMENT_SIZE]
         )
         for length, slot in product(lengths, (BASE_SLOT, adapter)):
-            counts = {self._counts.choose(num, any_adapter=slot != BASE_SLOT) for num in range(1, num_slots + 1)}
+            rank = self.pool.get_rank([slot])
+            counts = {self._counts.choose(num, rank=rank) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._choose_read_length(length) <= max_positions:
                     shapes = SliceRows.iter_shapes(count, slot, merges=self._merges, max_adapters=self._max_adapters)
                     yield from ((rows, length) for rows in shapes)
-
-
-def _make_slice_key(rows: SliceRows, *, is_adjusted: bool = False) -> tuple[Hashable, ...]:
-    """Return the key of a slice's program: everything that its shapes depend on."""
-    kind = "adjusted decode" if is_adjusted else "decode"
-    return kind, len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter

@@ -7,6 +7,9 @@ program that fits best is not compiled, samples run in a larger program or in mu
 When their extra cost reaches the cost of a compilation, the best program is compiled in the
 background. Samples wait for the compiler only if no compiled program can hold them, or if one slice
 in other programs would cost more than the compilation.
+
+The bits of a sample also depend on the padded rank of its adapter. So all adapters of a part have
+the same padded rank. Samples of the base model may be in any part.
 """
 
 import math
@@ -64,13 +67,19 @@ class PlannedPart:
     rows: SliceRows
     length: int
     """KV positions that each row reads."""
+    rank: int
+    """The padded rank of the adapters; 0 if all rows use the base model."""
     is_adjusted: bool = False
     """Whether penalties, biases or masks are applied to the logits, see `RunningSample.is_adjusted`."""
 
     @classmethod
-    def arrange(cls, samples: Sequence[RunningSample], count: int, length: int) -> "PlannedPart":
-        """Assign samples to `count` rows. Either all of them are adjusted or none."""
-        return cls(SliceRows.arrange(samples, count, merges=False), length, samples[0].is_adjusted)
+    def arrange(cls, samples: Sequence[RunningSample], count: int, length: int, rank: int) -> "PlannedPart":
+        """Assign samples to `count` rows. Either all of them are adjusted or none.
+
+        `rank` is the padded rank of all their adapters. Samples of the base model alone have rank 0.
+        """
+        rows = SliceRows.arrange(samples, count, merges=False)
+        return cls(rows, length, rank if rows.any_adapter else 0, samples[0].is_adjusted)
 
     def make_compared(self, count: int) -> "PlannedPart":
         """Return a part without samples.
@@ -78,7 +87,7 @@ class PlannedPart:
         It runs with two row counts, to find out whether both give rows the same bits.
         """
         rows = next(SliceRows.iter_shapes(count, BASE_SLOT + self.rows.any_adapter, merges=False))
-        return PlannedPart(rows, MIN_SEGMENT_SIZE, self.is_adjusted)
+        return PlannedPart(rows, MIN_SEGMENT_SIZE, self.rank, self.is_adjusted)
 
     @property
     def num_samples(self) -> int:
@@ -91,18 +100,18 @@ class PlannedPart:
         return len(self.rows.samples)
 
     @property
-    def kind(self) -> tuple[bool, bool]:
-        """Whether any row has an adapter, and whether logits are adjusted.
+    def kind(self) -> tuple[int, bool]:
+        """The rank, and whether logits are adjusted.
 
         `RowCounts` compares row counts separately for each kind.
         """
-        return self.rows.any_adapter, self.is_adjusted
+        return self.rank, self.is_adjusted
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Everything that the program's shapes depend on."""
         name = "adjusted rows" if self.is_adjusted else "rows"
-        return name, self.count, len(self.rows.adapters), self.rows.any_adapter, self.length
+        return name, self.count, len(self.rows.adapters), self.rank, self.length
 
     @property
     def cost(self) -> float:
@@ -112,19 +121,22 @@ class PlannedPart:
 
 def cover(
     samples: Sequence[RunningSample],
+    rank: int,
     shapes: Sequence[tuple[int, int]],
     choose_length: Callable[[int], int],
     can_run: Callable[[PlannedPart], bool],
 ) -> list[PlannedPart]:
     """Divide samples, the longest first, among programs that can run now.
 
-    `shapes` lists row counts with KV read lengths. Returns an empty list if the samples do not fit
-    into MAX_PARTS of these programs.
+    `rank` is the padded rank of their adapters, and `shapes` lists row counts with KV read lengths.
+    Returns an empty list if the samples do not fit into MAX_PARTS of these programs.
     """
     parts, rest = list[PlannedPart](), list(samples)
     while rest and len(parts) < MAX_PARTS:
         needed = choose_length(rest[0].position)
-        fitting = (PlannedPart.arrange(rest[:count], count, length) for count, length in shapes if length >= needed)
+        fitting = (
+            PlannedPart.arrange(rest[:count], count, length, rank) for count, length in shapes if length >= needed
+        )
         candidates = [part for part in fitting if can_run(part)]
         if not candidates:
             return []
@@ -143,17 +155,20 @@ class SliceDivider:
         self,
         counts: RowCounts,
         choose_length: Callable[[int], int],
+        get_rank: Callable[[Iterable[int]], int],
         compiler: Compiler[Hashable] | None,
         make_program: Callable[[PlannedPart], Program],
         compilation_cost: float,
     ) -> None:
         """Choose from `counts`, and from the KV read lengths that `choose_length` returns for a position.
 
+        `get_rank` returns the padded rank of the adapters in slots, see `SamplerPool.get_rank`.
         Without a compiler, the best program is always used, and its first call compiles it.
         `compilation_cost` has the unit of `PlannedPart.cost`.
         """
         self._counts = counts
         self._choose_length = choose_length
+        self._get_rank = get_rank
         self._compiler = compiler
         self._make_program = make_program
         self._compilation_cost = compilation_cost
@@ -167,24 +182,39 @@ class SliceDivider:
 
         Parts of the smallest row count may read more. This may wait for the compiler.
         """
-        groups = group_by_length(samples, self._counts.all, self._choose_length, max_positions)
-        return [part for group in groups for part in self._choose(group, num_steps, max_positions)]
+        parts: list[PlannedPart] = []
+        for rank, part in self._group_by_rank(samples).items():
+            for group in group_by_length(part, self._counts.all, self._choose_length, max_positions):
+                parts += self._choose(group, rank, num_steps, max_positions)
+        return parts
 
-    def list_first_programs(self, *, any_adapter: bool) -> list[PlannedPart]:
+    def _group_by_rank(self, samples: Sequence[RunningSample]) -> dict[int, list[RunningSample]]:
+        """Return the samples by the padded rank of their adapters. Samples of the base model join the lowest rank."""
+        by_rank: defaultdict[int, list[RunningSample]] = defaultdict(list)
+        for sample in samples:
+            by_rank[self._get_rank([sample.adapter])].append(sample)
+        if len(by_rank) > 1 and (base := by_rank.pop(0, None)):
+            by_rank[min(by_rank)] += base
+        return by_rank
+
+    def list_first_programs(self, rank: int) -> list[PlannedPart]:
         """Return parts, without samples, with all programs that the first sample of a server needs.
 
-        Its prompt is assumed to be a little longer than the shortest KV read length.
+        Its adapter has the padded rank `rank`, and 0 is the base model. Its prompt is assumed to be a
+        little longer than the shortest KV read length.
         """
-        rows = next(SliceRows.iter_shapes(self._counts.all[0], BASE_SLOT + any_adapter, merges=False))
-        return self._list_missing(PlannedPart(rows, self._choose_length(MIN_SEGMENT_SIZE + 1)))
+        rows = next(SliceRows.iter_shapes(self._counts.all[0], BASE_SLOT + (rank > 0), merges=False))
+        return self._list_missing(PlannedPart(rows, self._choose_length(MIN_SEGMENT_SIZE + 1), rank))
 
     def record_call(self, part: PlannedPart) -> None:
         """Record that the program of a part is about to be called. The call compiles it."""
         self._called.add(part.key)
         self._shapes.add((part.count, part.length))
 
-    def _choose(self, samples: Sequence[RunningSample], num_steps: int, max_positions: int) -> list[PlannedPart]:
-        best = self._choose_best(samples)
+    def _choose(
+        self, samples: Sequence[RunningSample], rank: int, num_steps: int, max_positions: int
+    ) -> list[PlannedPart]:
+        best = self._choose_best(samples, rank)
         if self._compiler is None or self._can_run(best):
             return [best]
 
@@ -204,12 +234,13 @@ class SliceDivider:
             if parts := self._cover(samples, best, num_steps, max_positions):
                 return parts
         # If rows of this count have other bits, use a larger count.
-        return [best] if self._can_run(best) else self._choose(samples, num_steps, max_positions)
+        return [best] if self._can_run(best) else self._choose(samples, rank, num_steps, max_positions)
 
-    def _choose_best(self, samples: Sequence[RunningSample]) -> PlannedPart:
+    def _choose_best(self, samples: Sequence[RunningSample], rank: int) -> PlannedPart:
         """Return the cheapest part for all samples, unless it is known to give them other bits."""
         length = self._choose_length(samples[0].position)
-        parts = (PlannedPart.arrange(samples, count, length) for count in self._counts.all if count >= len(samples))
+        counts = (count for count in self._counts.all if count >= len(samples))
+        parts = (PlannedPart.arrange(samples, count, length, rank) for count in counts)
         return next(
             part
             for part in parts
@@ -223,7 +254,7 @@ class SliceDivider:
         """Return compiled parts, unless they cost more than the best part by a whole compilation."""
         smallest = self._counts.all[0]
         shapes = [shape for shape in sorted(self._shapes) if shape[0] == smallest or math.prod(shape) <= max_positions]
-        parts = cover(samples, shapes, self._choose_length, self._can_run)
+        parts = cover(samples, best.rank, shapes, self._choose_length, self._can_run)
         return parts if _count_extra_cost(parts, best, num_steps) < self._compilation_cost else []
 
     def _can_run(self, part: PlannedPart) -> bool:

@@ -14,7 +14,7 @@ Legend: S rows, N steps, K top tokens.
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -58,13 +58,13 @@ class RowCounts:
     def __init__(
         self,
         counts: Sequence[int],
-        decode_rows: Callable[[int, bool, bool], Any] | None = None,
+        decode_rows: Callable[[int, int, bool], Any] | None = None,
         compared: ComparedRows | None = None,
     ) -> None:
         """Create the counts, which must be ascending.
 
-        `decode_rows(count, any_adapter, is_adjusted)` returns the results of a decode slice of
-        `count` rows, with or without adapters, and with or without changed logits. Without this
+        `decode_rows(count, rank, is_adjusted)` returns the results of a decode slice of `count` rows,
+        with adapters of `rank` or, for 0, without, and with or without changed logits. Without this
         function, all counts are in use. `compared` stores the comparisons for later starts.
         """
         self.all = counts
@@ -74,7 +74,7 @@ class RowCounts:
 
     @classmethod
     def for_single_cpu(
-        cls, num_slots: int, decode_rows: Callable[[int, bool, bool], Any], compared: ComparedRows | None = None
+        cls, num_slots: int, decode_rows: Callable[[int, int, bool], Any], compared: ComparedRows | None = None
     ) -> Self:
         """Return the counts for up to `num_slots` samples on a single CPU device; see `__init__`."""
         largest = max(next_power_of_two(num_slots), MIN_ROWS)
@@ -92,27 +92,27 @@ class RowCounts:
         counts = itertools.takewhile(lambda count: count < num_slots, few)
         return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 
-    def choose(self, num_samples: int, *, any_adapter: bool, is_adjusted: bool = False) -> int:
+    def choose(self, num_samples: int, *, rank: int, is_adjusted: bool = False) -> int:
         """Return the smallest count in use that has a row for each sample."""
         counts = (count for count in self.all if count >= num_samples)
-        return next(count for count in counts if self.is_used(count, any_adapter, is_adjusted))
+        return next(count for count in counts if self.is_used(count, rank, is_adjusted))
 
-    def is_compared(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
+    def is_compared(self, count: int, rank: int, is_adjusted: bool = False) -> bool:
         """Return whether `is_used` needs no comparison, or has made it before."""
         if count == self.all[-1] or self._decode_rows is None:
             return True
-        return self._name_comparison(count, any_adapter, is_adjusted) in self._agrees
+        return self._name_comparison(count, rank, is_adjusted) in self._agrees
 
-    def is_used(self, count: int, any_adapter: bool, is_adjusted: bool = False) -> bool:
+    def is_used(self, count: int, rank: int, is_adjusted: bool = False) -> bool:
         """Return whether rows have the same bits with `count` rows as with the largest count.
 
         The first call for a count compares them.
         """
         if count == self.all[-1] or self._decode_rows is None:
             return True
-        name = self._name_comparison(count, any_adapter, is_adjusted)
+        name = self._name_comparison(count, rank, is_adjusted)
         if name not in self._agrees:
-            mine, largest = (self._decode_rows(rows, any_adapter, is_adjusted) for rows in (count, self.all[-1]))
+            mine, largest = (self._decode_rows(rows, rank, is_adjusted) for rows in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
             self._agrees[name] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
             if self._compared is not None:
@@ -121,9 +121,9 @@ class RowCounts:
                 log.warning("decode slices of %d rows are disabled: they round differently from larger slices", count)
         return self._agrees[name]
 
-    def _name_comparison(self, count: int, any_adapter: bool, is_adjusted: bool) -> str:
+    def _name_comparison(self, count: int, rank: int, is_adjusted: bool) -> str:
         """Return the name of a comparison with the largest count."""
-        kinds = (name for name, applies in (("adapter", any_adapter), ("adjusted", is_adjusted)) if applies)
+        kinds = (name for name, applies in ((f"rank {rank}", rank), ("adjusted", is_adjusted)) if applies)
         return " ".join((f"{count}/{self.all[-1]} rows", *kinds))
 
 
@@ -231,6 +231,11 @@ class SliceRows:
     def any_adapter(self) -> bool:
         """Whether any row has an adapter."""
         return any(adapter != BASE_SLOT for adapter in self.adapters)
+
+    def make_key(self, *, is_adjusted: bool = False) -> tuple[Hashable, ...]:
+        """Return the key of the program of a slice on an accelerator: everything that its shapes depend on."""
+        kind = "adjusted decode" if is_adjusted else "decode"
+        return kind, len(self.samples), len(self.adapters), self.groups is not None, self.any_adapter
 
     def get_adjusters(self) -> dict[int, LogitAdjuster]:
         """Return the adjuster of each row whose next logits change."""

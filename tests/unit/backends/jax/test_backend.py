@@ -12,12 +12,13 @@ import pytest
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import CapacityError, UserError
-from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.sample_requests import Results, make_prompt, make_request
 from tests.support.tiny import tiny_backend
 
 MODEL = ModelId("m")
@@ -158,3 +159,33 @@ def test_settings_do_not_import_jax():
         "import sys, skyrl_tx.backends.jax as jax_backend; jax_backend.BACKEND.config(); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_rank_of_another_adapter_changes_no_bit_of_a_sample() -> None:
+    """On a CPU, products with adapters have other bits if their ranks are padded further."""
+
+    def train(backend: JaxBackend, name: str, rank: int) -> SamplerId:
+        model, sampler = ModelId(name), SamplerId(name)
+        backend.create_model(model, spec(rank))
+        for seed in range(2):
+            backend.forward_backward(PreparedModelPassBatch(examples=drawn_examples(model, (12,), seed=seed)))
+            backend.optim_step(model, OptimizerParams(learning_rate=0.1))
+        backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+        return sampler
+
+    def draw(backend: JaxBackend, *requests: SampleRequest) -> Results:
+        backend.begin_sample(PreparedSampleBatch(requests=requests))
+        results = Results()
+        while deltas := backend.step_sample():
+            results.add(deltas)
+        return results
+
+    with tiny_backend(max_lora_rank=32) as backend:
+        options = PromptOptions(logprobs=True)
+        mine = make_request("mine", make_prompt(20), sampler=train(backend, "low", 4), samples=3, options=options)
+        base = make_request("base", make_prompt(9))
+        alone = draw(backend, mine, base)
+        other = make_request("other", make_prompt(9), sampler=train(backend, "high", 32), samples=2)
+        together = draw(backend, other, mine, base)
+        assert {key: together.bits[key] for key in alone.bits} == alone.bits
+        assert draw(backend, mine, base).bits == alone.bits

@@ -1,4 +1,4 @@
-"""The scheduler goes on without the samples whose constraints have not computed their next mask."""
+"""The scheduler continues without the samples whose constraints have not computed their next mask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

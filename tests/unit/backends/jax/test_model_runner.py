@@ -31,7 +31,7 @@ from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
-from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, make_model_runner, tiny_directory
+from tests.support.tiny import OUTPUT_NORMS, RANK, TINY_CONFIG, TinyModel, load_model, make_model_runner, tiny_directory
 
 LENGTH = 160
 """Sequences are padded to this length for the full forward pass."""
@@ -468,11 +468,11 @@ def test_a_cpu_finds_the_programs_that_it_compiled_in_the_background(tiny: TinyM
     for request in requests:
         results = [run(scheduler, request) for scheduler in schedulers]
         assert results[0].bits == results[1].bits
-    kinds = {(False, False), (True, False), (False, True)}  # whether any row has an adapter, and whether logits change
+    kinds = {(0, False), (RANK, False), (0, True)}  # the padded rank of adapters, and whether logits change
     expected = {
-        ("adjusted rows" if is_adjusted else "rows", count, max(count // 4, 2), any_adapter, 128)
+        ("adjusted rows" if is_adjusted else "rows", count, max(count // 4, 2), rank, 128)
         for count in (2, 16)
-        for any_adapter, is_adjusted in kinds
+        for rank, is_adjusted in kinds
     }
     for key in expected:
         device._wait_for_program(*key)

@@ -1,12 +1,12 @@
 """Samples run in programs that are compiled, and the programs that fit best are compiled in the background."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Program
-from skyrl_tx.backends.jax.sample.running_sample import RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.sample.slice_parts import MAX_PARTS, PlannedPart, SliceDivider, cover, group_by_length
 from skyrl_tx.backends.jax.sample.slice_rows import RowCounts
 from skyrl_tx.backends.jax.shapes import next_power_of_two
@@ -79,13 +79,13 @@ def describe(parts: Sequence[PlannedPart]) -> list[tuple[int, int, int]]:
 def test_samples_are_divided_among_the_programs_that_can_run(
     positions: list[int], shapes: list[tuple[int, int]], expected: list[tuple[int, int, int]]
 ) -> None:
-    assert describe(cover(make_samples(*positions), shapes, choose_length, lambda part: True)) == expected
+    assert describe(cover(make_samples(*positions), 0, shapes, choose_length, lambda part: True)) == expected
 
 
 def test_a_program_that_cannot_run_is_not_used() -> None:
     shapes = [(2, 128), (8, 128)]
-    assert describe(cover(make_samples(40), shapes, choose_length, lambda part: part.count == 8)) == [(1, 8, 128)]
-    assert cover(make_samples(40), shapes, choose_length, lambda part: False) == []
+    assert describe(cover(make_samples(40), 0, shapes, choose_length, lambda part: part.count == 8)) == [(1, 8, 128)]
+    assert cover(make_samples(40), 0, shapes, choose_length, lambda part: False) == []
 
 
 class FakeCompiler:
@@ -110,17 +110,22 @@ class FakeCompiler:
         self.queued.clear()
 
 
+def get_rank(slots: Iterable[int]) -> int:
+    """Return a padded rank: 0 for the base model, 8 for slots below 10, and 32 above."""
+    return max(0 if slot == BASE_SLOT else 8 if slot < 10 else 32 for slot in slots)
+
+
 def make_divider(
     compiler: FakeCompiler | None, *, compilation_cost: float, different: int = 0, num_slots: int = 16
 ) -> SliceDivider:
     """Return a divider for row counts 2, 8 and 16. The count `different` gives rows other bits."""
     counts = RowCounts.for_single_cpu(num_slots, lambda count, *_: np.zeros(count) + (count == different))
     make_program = pytest.fail  # only the compiler makes programs
-    return SliceDivider(counts, choose_length, compiler, make_program, compilation_cost)  # type: ignore[arg-type]
+    return SliceDivider(counts, choose_length, get_rank, compiler, make_program, compilation_cost)  # type: ignore[arg-type]
 
 
-def rows_key(count: int, length: int, any_adapter: bool = False, name: str = "rows") -> Hashable:
-    return name, count, max(count // 4, 2), any_adapter, length
+def rows_key(count: int, length: int, rank: int = 0, name: str = "rows") -> Hashable:
+    return name, count, max(count // 4, 2), rank, length
 
 
 def test_the_first_slice_waits_for_one_program_and_later_ones_for_none() -> None:
@@ -178,7 +183,7 @@ def test_rows_with_other_bits_are_never_used() -> None:
 def test_parts_read_no_more_than_the_memory_holds() -> None:
     compiler = FakeCompiler()
     divider = make_divider(compiler, compilation_cost=1000, different=2)
-    divider.record_call(PlannedPart.arrange(make_samples(300), 16, 512))
+    divider.record_call(PlannedPart.arrange(make_samples(300), 16, 512, 0))
     assert describe(divider.divide(make_samples(300, 300, 300), 1, 16 * 512)) == [(3, 16, 512)]
     assert describe(divider.divide(make_samples(300, 300, 300), 1, 8 * 512)) == [(3, 8, 512)]
 
@@ -190,9 +195,18 @@ def test_adapters_and_changed_logits_have_programs_of_their_own() -> None:
     assert describe(divider.divide(make_samples(40, adapter=1), 1, MAX_POSITIONS)) == [(1, 16, 128)]
     assert describe(divider.divide(make_samples(40, presence_penalty=1.0), 1, MAX_POSITIONS)) == [(1, 16, 128)]
     adjusted = rows_key(16, 128, name="adjusted rows")
-    assert compiler.waited == [rows_key(16, 128), rows_key(16, 128, True), adjusted]
+    assert compiler.waited == [rows_key(16, 128), rows_key(16, 128, 8), adjusted]
 
 
 def test_without_a_compiler_the_best_program_runs() -> None:
     divider = make_divider(None, compilation_cost=1000)
     assert describe(divider.divide(make_samples(40, 40, 40), 1, MAX_POSITIONS)) == [(3, 8, 128)]
+
+
+def test_a_part_has_adapters_of_one_padded_rank() -> None:
+    """Otherwise the bits of a sample would depend on the ranks of other samples."""
+    divider = make_divider(None, compilation_cost=1)
+    small, large, base = make_samples(40, 50, adapter=1), make_samples(60, adapter=10), make_samples(30)
+    found = divider.divide([*large, *small, *base], 16, MAX_POSITIONS)
+    assert [(part.rank, part.num_samples) for part in found] == [(32, 1), (8, 3)]
+    assert [(part.rank, part.num_samples) for part in divider.divide(base, 16, MAX_POSITIONS)] == [(0, 1)]

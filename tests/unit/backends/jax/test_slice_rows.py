@@ -37,37 +37,37 @@ def test_row_counts_reach_the_number_of_slots(num_slots, counts):
 def test_there_are_few_row_counts_on_accelerators(num_slots, num_shards, counts):
     found = RowCounts.for_accelerators(num_slots, num_shards)
     assert found.all == counts
-    assert [found.choose(number, any_adapter=True) for number in counts] == counts
+    assert [found.choose(number, rank=8) for number in counts] == counts
     copies = RowCounts.for_accelerators(8 * num_slots, 8 * num_shards, 8)
     assert copies.all == [8 * count for count in counts], "each copy of the weights has as many rows"
 
 
 def test_the_least_count_that_holds_the_samples_is_used():
     counts = RowCounts.for_single_cpu(32, equal_bits)
-    found = {num: counts.choose(num, any_adapter=False) for num in (1, 2, 3, 8, 9, 17, 32)}
+    found = {num: counts.choose(num, rank=0) for num in (1, 2, 3, 8, 9, 17, 32)}
     assert found == {1: 2, 2: 2, 3: 8, 8: 8, 9: 16, 17: 32, 32: 32}
 
 
 def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
-    tried = list[tuple[int, bool]]()
+    tried = list[tuple[int, int]]()
 
-    def bits(count: int, any_adapter: bool, is_adjusted: bool) -> list[np.ndarray]:
-        tried.append((count, any_adapter))
-        return [np.arange(count), np.zeros(count) + (count == 8 and any_adapter)]
+    def bits(count: int, rank: int, is_adjusted: bool) -> list[np.ndarray]:
+        tried.append((count, rank))
+        return [np.arange(count), np.zeros(count) + (count == 8 and rank > 0)]
 
     counts = RowCounts.for_single_cpu(16, bits)
-    assert [counts.choose(5, any_adapter=True) for _ in range(3)] == [16] * 3
-    assert counts.choose(5, any_adapter=False) == 8
-    assert tried == [(8, True), (16, True), (8, False), (16, False)]
+    assert [counts.choose(5, rank=8) for _ in range(3)] == [16] * 3
+    assert counts.choose(5, rank=0) == 8
+    assert tried == [(8, 8), (16, 8), (8, 0), (16, 0)]
     assert "decode slices of 8 rows are disabled" in caplog.text
 
 
 def test_a_count_knows_whether_it_was_compared():
     counts = RowCounts.for_single_cpu(16, lambda count, *_: np.zeros(count))
-    assert counts.is_compared(16, False) and not counts.is_compared(2, False)
-    assert counts.is_used(2, False)
-    assert counts.is_compared(2, False)
-    assert not counts.is_compared(2, True) and not counts.is_compared(2, False, True)
+    assert counts.is_compared(16, 0) and not counts.is_compared(2, 0)
+    assert counts.is_used(2, 0)
+    assert counts.is_compared(2, 0)
+    assert not counts.is_compared(2, 8) and not counts.is_compared(2, 0, True)
 
 
 def test_tiles_share_an_adapter_if_there_are_rows_enough():
