@@ -75,6 +75,9 @@ class _CopiedFiles:
     left_out: dict[str, str] = field(default_factory=dict[str, str])
     num_new: int = 0
     new_bytes: int = 0
+    num_replaced: int = 0
+    """Hard links of the previous backup that are now copies."""
+    replaced_bytes: int = 0
 
 
 def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +86,8 @@ def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
         "Copy the database, the weights it refers to, and the signing key into a directory. The server may keep "
         "running. If the directory already holds a backup, it is updated, and only new weights are copied. On the "
         "file system of the data directory, the weights of the backup are hard links: they take no space, but "
-        "damage to the disk affects both. --copy makes real copies. A PostgreSQL database is copied with pg_dump. The "
-        "exit status is 1 if weights were damaged or missing."
+        "damage to the disk affects both. --copy makes real copies, and replaces the links of an earlier backup. A "
+        "PostgreSQL database is copied with pg_dump. The exit status is 1 if weights were damaged or missing."
     )
     parser.add_argument(
         "directory", metavar="DIR", type=parse_path, help="a new directory, or a directory that holds a backup"
@@ -154,6 +157,9 @@ def _backup(arguments: argparse.Namespace) -> int:
         f"backed up {data_dir} to {target}: a database of {size} and {len(_list_artifact_ids(backup))} artifacts, "
         f"including {copied.num_new} new ones ({format_bytes(copied.new_bytes)})"
     )
+    if copied.num_replaced:
+        size = format_bytes(copied.replaced_bytes)
+        print(f"replaced {copied.num_replaced} hard links of the previous backup with copies ({size})")
     for artifact_id, why in copied.left_out.items():
         print(f"left out {artifact_id}: {why}")
     return 1 if copied.left_out else 0
@@ -232,19 +238,27 @@ def _stage(artifacts: LocalArtifacts, content: _DatabaseContent, staged: Path) -
 def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_copy: bool) -> _CopiedFiles:
     """Copy or link the artifacts that the previous backup does not have, and check their hashes.
 
-    Damaged artifacts are left out of the backup.
+    Damaged artifacts are left out of the backup. With `is_copy`, hard links of the previous backup become copies.
     """
     copied = _CopiedFiles()
     known = _list_artifact_ids(earlier) if earlier is not None else set[str]()
     sources = sorted(staged.iterdir())
-    progress = Progress("copied", sum(_count_tree_bytes(source) for source in sources if source.name not in known))
+    kept = [source.name for source in sources if source.name in known and (target / _ARTIFACTS / source.name).is_dir()]
+    links = {name: _list_hard_links(target / _ARTIFACTS / name) if is_copy else [] for name in kept}
+    total = sum(_count_tree_bytes(source) for source in sources if source.name not in links)
+    progress = Progress("copied", total + sum(path.stat().st_size for paths in links.values() for path in paths))
     (target / _ARTIFACTS).mkdir(mode=0o700, exist_ok=True)
 
     for source in sources:
         destination = target / _ARTIFACTS / source.name
 
         # Keep what the previous backup has.
-        if earlier is not None and source.name in known and destination.is_dir():
+        if earlier is not None and source.name in links:
+            for path in links[source.name]:
+                _replace_with_copy(path, target / f"{_TEMPORARY}copy")
+                copied.num_replaced += 1
+                copied.replaced_bytes += path.stat().st_size
+                progress.add(path.stat().st_size)
             prefix = f"{_ARTIFACTS}/{source.name}/"
             copied.files.update({name: file for name, file in earlier.files.items() if name.startswith(prefix)})
             continue
@@ -420,6 +434,13 @@ def _copy_tree(source: Path, target: Path, *, is_copy: bool) -> None:
         _copy_file(path, destination)
 
 
+def _replace_with_copy(path: Path, temporary: Path) -> None:
+    """Replace a hard link with a copy of its content. The file is complete at any time."""
+    _copy_file(path, temporary)
+    temporary.rename(path)
+    _fsync(path.parent)
+
+
 def _copy_file(source: Path, target: Path) -> None:
     """Copy a file and fsync it. Only its owner can read the copy."""
     shutil.copyfile(source, target)
@@ -429,6 +450,10 @@ def _copy_file(source: Path, target: Path) -> None:
 
 def _list_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _list_hard_links(folder: Path) -> list[Path]:
+    return [path for path in _list_files(folder) if path.stat().st_nlink > 1]
 
 
 def _count_tree_bytes(folder: Path) -> int:

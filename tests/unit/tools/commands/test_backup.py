@@ -149,6 +149,44 @@ def test_the_next_backup_adds_new_artifacts_only(data_dir, tmp_path, capsys) -> 
     assert {"signing.key", with_rows["database"]} < with_rows["files"].keys()
 
 
+def test_copy_replaces_hard_links_of_the_previous_backup(data_dir, tmp_path, capsys, monkeypatch) -> None:
+    folder = tmp_path / "backup"
+    assert skyrl_tx(capsys, "backup", folder, "--data-dir", data_dir)[0] == 0
+    paths = [path for path in (folder / "artifacts").rglob("*") if path.is_file()]
+    assert {path.stat().st_nlink for path in paths} == {2}
+
+    # An interruption leaves a complete backup, in which some files are still links.
+    replace, replaced = backup._replace_with_copy, []
+
+    def interrupt(path: Path, temporary: Path) -> None:
+        if len(replaced) == 3:
+            backup._copy_file(path, temporary)
+            raise KeyboardInterrupt
+        replace(path, temporary)
+        replaced.append(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backup, "_replace_with_copy", interrupt)
+        main(["backup", str(folder), "--copy", "--data-dir", str(data_dir)])
+    assert sum(path.stat().st_nlink == 1 for path in paths) == 3
+    status, _, err = skyrl_tx(capsys, "restore", folder, "--data-dir", tmp_path / "first")
+    assert status == 0, err
+
+    # The next backup replaces the remaining links, and the one after it has nothing to replace.
+    status, out, _ = skyrl_tx(capsys, "backup", folder, "--copy", "--data-dir", data_dir)
+    assert status == 0 and "including 0 new ones" in out
+    assert f"replaced {len(paths) - 3} hard links of the previous backup with copies" in out
+    assert {path.stat().st_nlink for path in paths} == {1} and not list(folder.rglob(".tmp-*"))
+    status, out, _ = skyrl_tx(capsys, "backup", folder, "--copy", "--data-dir", data_dir)
+    assert status == 0 and "hard links" not in out
+
+    # Damage to the data directory no longer affects the backup.
+    for path in (data_dir / "artifacts").rglob("*.safetensors"):
+        path.write_bytes(b"?")
+    status, _, err = skyrl_tx(capsys, "restore", folder, "--data-dir", tmp_path / "second")
+    assert status == 0, err
+
+
 def test_an_interrupted_backup_leaves_the_one_before(data_dir, tmp_path, capsys, monkeypatch) -> None:
     folder = tmp_path / "backup"
     assert skyrl_tx(capsys, "backup", folder, "--data-dir", data_dir)[0] == 0
