@@ -30,6 +30,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.loss_reference import LossValue
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.launch.command import CommandError
 from skyrl_tx.testing.fake import sampling
 from skyrl_tx.testing.fake.backend import FakeBackend, _FakePass
 from skyrl_tx.testing.fake.bigram import Pair
@@ -215,7 +216,14 @@ def test_an_address_that_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = run_command(url, "--yes", "--timeout-s", "1")
-    assert done.returncode == 1 and f"{url} no result within 1 s" in done.stderr
+    assert done.returncode == 1 and f"{url}: no answer within 1 s" in done.stderr
+
+
+def serve_once(listener: socket.socket, response: bytes) -> None:
+    """Answer the first request, then close the connection and the listener."""
+    with listener, listener.accept()[0] as connection:
+        connection.recv(65536)
+        connection.sendall(response)
 
 
 def run_here(*arguments: str) -> int:
@@ -246,7 +254,43 @@ def test_wrong_arguments(own_stack: LiveStack, capsys: pytest.CaptureFixture[str
     assert run_here(own_stack.url, "--only", "no such row") == 2
     assert "--only no such row" in capsys.readouterr().err
     assert run_here(own_stack.url, "--yes", "--base-model", "other") == 1
-    assert f"base model other: the server has {PUBLIC_NAME}" in capsys.readouterr().err
+    assert f"{own_stack.url}: base model other: the server has {PUBLIC_NAME}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["foo", "localhost:8000", "ftp://localhost", "http://", "http://localhost:port"])
+def test_a_text_that_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(url, "--yes") == 2
+    assert f"{url}: must be a URL such as http://localhost:8000" in capsys.readouterr().err
+
+
+def test_an_address_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    assert run_here(url, "--yes") == 1
+    assert f"{url}: cannot connect: Connection refused\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "the SDK is called"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP response: "),
+    ],
+)
+def test_any_http_response_shows_that_a_server_is_there(
+    response: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise CommandError("the SDK is called")
+
+    monkeypatch.setattr(command, "_connect", refuse)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=serve_once, args=(listener, response))
+    thread.start()
+    assert run_here(url, "--yes") == 1
+    thread.join()
+    assert message in capsys.readouterr().err
 
 
 def test_list_needs_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -29,6 +30,7 @@ _LOCAL_KEY = "tml-local"
 """The SDK requires a key of this form, also for a server without keys."""
 _SHARED_TOKENS = 2_000
 """Tokens of the training, the sampler and the reference steps that multiple rows use."""
+_CONNECT_TIMEOUT_S = 10.0
 _MAX_LATE = 3
 """After so many rows without a result in time, the remaining rows do not run."""
 _MAX_LINE = 400
@@ -83,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(f"{row.name} ({row.tokens:,} tokens)" for row in rows))
         return 0
+    _check_address(arguments.url, arguments.timeout_s)
 
     from skyrl_tx.tools.conformance.server import PRECISIONS, Server  # imports the SDK
     from skyrl_tx.tools.conformance.traffic import Traffic
@@ -121,6 +124,33 @@ def _select(pattern: str | None) -> "list[ConformanceRow]":
     return sorted(rows, key=lambda row: _GROUPS.index(row.group))
 
 
+def _check_address(url: str, timeout_s: float) -> None:
+    """Make one HTTP request to the server. Raises CommandError unless there is a response, with any status.
+
+    The SDK retries for minutes if nothing answers, and does not say why.
+    """
+    import httpx
+
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL:
+        address = httpx.URL()
+    if address.scheme not in ("http", "https") or not address.host:
+        raise CommandError(f"{url}: must be a URL such as http://localhost:8000", 2)
+
+    # A server that is just starting may answer late, but it accepts connections.
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
+    try:
+        httpx.get(f"{url.rstrip('/')}/api/v1/healthz", timeout=timeout)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+        raise CommandError(f"{url}: cannot connect: {reason}") from error
+    except httpx.TimeoutException as error:
+        raise CommandError(f"{url}: no answer within {timeout_s:g} s") from error
+    except httpx.HTTPError as error:
+        raise CommandError(f"{url}: no HTTP response: {error}") from error
+
+
 def _connect(server: "Server", arguments: argparse.Namespace) -> None:
     """Ask the server for its models and choose one. Raises CommandError."""
     from skyrl_tx.tools.conformance.rows import ConformanceRow, run_row
@@ -128,7 +158,7 @@ def _connect(server: "Server", arguments: argparse.Namespace) -> None:
     choosing = ConformanceRow(group="", title="", check=lambda server: server.choose_model(arguments.base_model))
     result, _ = run_row(choosing, server, arguments.timeout_s)
     if result.status != "pass":
-        raise CommandError(f"{server.traffic.url} {make_line(result.detail)}")
+        raise CommandError(f"{server.traffic.url}: {make_line(result.detail)}")
 
 
 def _confirm() -> bool:
