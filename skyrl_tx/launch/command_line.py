@@ -4,6 +4,7 @@ import argparse
 import getpass
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,21 @@ Record = dict[str, object]
 
 
 def parse_path(text: str) -> Path:
-    """Convert the value of a flag or an argument to an absolute path."""
-    return Path(text).expanduser().absolute()
+    """Convert the value of a flag or an argument to an absolute path.
+
+    Raises ArgumentTypeError if it begins with the name of an unknown user, for example ~unknown/data.
+    """
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {Path(text).parts[0]} has no home directory") from None
+
+
+def parse_count(text: str) -> int:
+    """Convert a whole number from 1. Raises ArgumentTypeError for other text."""
+    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 999999999")
+    return int(text)
 
 
 def parse_duration_s(text: str) -> float:

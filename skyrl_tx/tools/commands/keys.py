@@ -19,6 +19,7 @@ from skyrl_tx.launch.command_line import (
     finish_parser,
     format_time,
     open_database,
+    parse_count,
     parse_duration_s,
     parse_path,
     record_audit,
@@ -87,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Create a key with the same owner, scope, name, note and lifetime as an existing key, and print "
         "it. The old key expires after --overlap.",
     )
-    rotating.add_argument("key_id", type=int, metavar="ID", help="the id of the key, as `skyrl-tx keys list` shows it")
+    rotating.add_argument(
+        "key_id", type=parse_count, metavar="ID", help="the id of the key, as `skyrl-tx keys list` shows it"
+    )
     rotating.add_argument(
         "--overlap",
         type=parse_duration_s,
@@ -99,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     revoking = actions.add_parser("revoke", help="revoke keys permanently")
     revoking.add_argument(
-        "key_id", nargs="+", type=int, metavar="ID", help="the id of a key, as `skyrl-tx keys list` shows it"
+        "key_id", nargs="+", type=parse_count, metavar="ID", help="the id of a key, as `skyrl-tx keys list` shows it"
     )
     finish_parser(revoking, _revoke)
 

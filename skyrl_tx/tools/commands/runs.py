@@ -32,6 +32,7 @@ from skyrl_tx.launch.command_line import (
     format_time,
     open_artifact_store,
     open_database,
+    parse_count,
     parse_duration_s,
     record_audit,
 )
@@ -115,10 +116,11 @@ def _set_runs(arguments: argparse.Namespace) -> None:
 
 
 def _parse_keep_last(text: str) -> int:
-    """Convert the value of --keep-last. Returns 0 for `all`. Raises ValueError."""
-    if text != "all" and int(text) < 1:
-        raise ValueError
-    return 0 if text == "all" else int(text)
+    """Convert the value of --keep-last. Returns 0 for `all`. Raises ArgumentTypeError."""
+    try:
+        return 0 if text == "all" else parse_count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or all") from None
 
 
 def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:

@@ -25,7 +25,7 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import finish_parser, open_database
+from skyrl_tx.launch.command_line import finish_parser, open_database, parse_count
 from skyrl_tx.process.text import make_line
 from skyrl_tx.process.units import format_bytes
 from skyrl_tx.store import engine_state, totals
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--stacks", action="store_true", help="dump the stack traces of all server threads to the logs of the server"
     )
-    parser.add_argument("--times", type=int, metavar="N", help="stop --watch after N screens (default: never)")
+    parser.add_argument("--times", type=parse_count, metavar="N", help="stop --watch after N screens (default: never)")
     parser.add_argument(
         "--here",
         action="store_true",

@@ -14,6 +14,7 @@ from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
 from skyrl_tx.backends.jax.gpu_memory import read_gpu_share
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
+from skyrl_tx.launch.command_line import parse_count
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.plan.hardware import HOW_TO_PLAN_THIS_MACHINE, KINDS, DeviceError, Devices, parse_devices
 from skyrl_tx.tools.quickstart.model import open_built_in_model
@@ -60,17 +61,17 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
     )
     parser.add_argument(
         "--context",
-        type=_parse_size,
+        type=parse_count,
         metavar="TOKENS",
         help="the length of the longest sequence, including the prompt and the new tokens",
     )
     parser.add_argument(
         "--adapters",
-        type=_parse_size,
+        type=parse_count,
         metavar="N",
         help="how many LoRA adapters (training runs) are on the device at the same time",
     )
-    parser.add_argument("--rank", type=_parse_size, metavar="N", help="the highest LoRA rank that clients may use")
+    parser.add_argument("--rank", type=parse_count, metavar="N", help="the highest LoRA rank that clients may use")
     return add_settings(parser)
 
 
@@ -137,9 +138,3 @@ def _parse_mesh(text: str) -> MeshConfig:
             )
         sizes[name] = size
     return MeshConfig.model_validate(sizes)
-
-
-def _parse_size(text: str) -> int:
-    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 999999999")
-    return int(text)

@@ -265,4 +265,28 @@ def test_set_keeps_the_newest_checkpoints_of_a_run(data_dir, runs, capsys) -> No
     assert status == 1 and "there is no such run" in err
     with pytest.raises(SystemExit):
         main(["runs", "set", runs[0], "--keep-last", "0", "--data-dir", str(data_dir)])
-    assert "--keep-last" in capsys.readouterr().err
+    message = "argument --keep-last: '0' must be a whole number from 1 to 999999999, or all\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "runs set RUN --keep-last=-1",
+            "argument --keep-last: '-1' must be a whole number from 1 to 999999999, or all",
+        ),
+        (
+            "runs set RUN --keep-last some",
+            "argument --keep-last: 'some' must be a whole number from 1 to 999999999, or",
+        ),
+        ("keys rotate first", "argument ID: 'first' must be a whole number from 1"),
+        ("keys revoke 1 x", "argument ID: 'x' must be a whole number from 1"),
+        ("status --watch --times 1.5", "argument --times: '1.5' must be a whole number from 1"),
+        ("backup ~no-such-user/b", "argument DIR: '~no-such-user/b': ~no-such-user has no home directory"),
+    ],
+)
+def test_an_invalid_value_says_what_is_allowed(command: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(command.split())
+    assert exit.value.code == 2 and message in capsys.readouterr().err
