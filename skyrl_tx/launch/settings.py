@@ -422,7 +422,7 @@ def check_environment(settings: type[ServerSettings], environment: Mapping[str, 
     return removed
 
 
-def check_file(settings: type[ServerSettings], values: Mapping[str, Any], where: str) -> None:
+def check_file(settings: type[BaseModel], values: Mapping[str, Any], where: str) -> None:
     """Raise SettingsError if a value of the file is neither a setting nor a removed one.
 
     `where` names the file in the message.

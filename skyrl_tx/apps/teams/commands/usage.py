@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 from pydantic import ValidationError
 
-from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
-from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command import CommandError, suggest
 from skyrl_tx.launch.command_line import Record, add_since, finish_parser, format_table, open_database, parse_path
-from skyrl_tx.launch.settings import SettingsError, read_config_file
+from skyrl_tx.launch.settings import SettingsError, check_file, read_config_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +34,7 @@ def _run(arguments: argparse.Namespace) -> None:
     prices, since = _read_prices(arguments), time.time() - arguments.since
     with open_database(arguments) as store:
         lines = store.read(lambda tx: read_usage_lines(tx, arguments.owner, arguments.by, since, prices))
+
     records = [{arguments.by: line.subject, **_make_record(line)} for line in lines]
     if arguments.json:
         print(json.dumps(records, indent=2))
@@ -43,8 +44,11 @@ def _run(arguments: argparse.Namespace) -> None:
         writer.writerows(records)
     else:
         print("\n".join(format_table(records)) if records else "no usage")
-        if records and arguments.config is None:
-            print("without costs: --config needs the server's YAML file, with its `prices`", file=sys.stderr)
+        if records and prices == Prices():
+            missing = "needs the server's YAML file, with its `prices`"
+            if arguments.config is not None:
+                missing = f"{arguments.config} has no `prices`"
+            print(f"without costs: --config {missing}", file=sys.stderr)
 
 
 def _make_record(line: UsageLine) -> Record:
@@ -63,7 +67,11 @@ def _read_prices(arguments: argparse.Namespace) -> Prices:
     if arguments.config is None:
         return Prices()
     try:
-        return Prices.model_validate(read_config_file(arguments.config).get("prices") or {})
+        values = read_config_file(arguments.config)
+        # Check only names like `prices`: the file may have settings of a backend that is not installed here.
+        own = {name: value for name, value in values.items() if suggest(name, TeamsSettings.model_fields)}
+        check_file(TeamsSettings, own, f"--config {arguments.config}")
+        return Prices.model_validate(values.get("prices") or {})
     except SettingsError as error:
         raise CommandError(str(error)) from error
     except ValidationError as error:

@@ -52,6 +52,13 @@ def test_json_with_prices(data_dir: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_table_without_prices_says_how_to_see_costs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["usage", "--data-dir", str(data_dir)])
     assert "--config needs the server's YAML file" in capsys.readouterr().err
+    config = data_dir / "config.yaml"
+    for text in ("", "port: 80\nsettings_of_a_plugin: {a: 1}\n", "prices:\n"):
+        config.write_text(text)
+        main(["usage", "--data-dir", str(data_dir), "--config", str(config)])
+        assert capsys.readouterr().err == f"without costs: --config {config} has no `prices`\n"
+    config.write_text("prices: {storage: 0}")
+    main(["usage", "--data-dir", str(data_dir), "--config", str(config)])
     main(["usage", "--data-dir", str(data_dir), "--json"])
     main(["usage", "--data-dir", str(data_dir), "--owner", "eve"])
     assert capsys.readouterr().err == ""
@@ -72,7 +79,10 @@ def test_only_one_owner_and_none(data_dir: Path, capsys: pytest.CaptureFixture[s
     ("text", "problem"),
     [
         ("prices: {training: -1}", "prices.training: Input should be greater than or equal to 0"),
-        ("prices: {gold: 1}", "prices.gold: Extra inputs are not permitted"),
+        ("prices: {gold: 1}", "config.yaml: there is no setting 'prices.gold'\n"),
+        ("prices: {sample: 1}", "config.yaml: there is no setting 'prices.sample'; did you mean sampled?\n"),
+        ("prises: {training: 1}", "config.yaml: there is no setting 'prises'; did you mean prices?\n"),
+        ("prices: 5", "prices: Input should be a valid dictionary"),
         ("prices: [1", "not YAML"),
     ],
 )
