@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import get_args
 
 from sqlmodel import Session
 
@@ -17,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--actor", help="show only actions of this owner, or of 'operator' (commands on the server's machine)"
     )
-    parser.add_argument("--event", help="show only this event, for example checkpoint_delete")
+    events = get_args(audit.Event)
+    parser.add_argument(
+        "--event", choices=events, metavar="EVENT", help=f"show only one kind of event: {', '.join(events)}"
+    )
     finish_list_parser(parser, _read_records, nothing="no entries")
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -54,6 +55,14 @@ def test_entries_of_the_last_days_in_order_by_actor_and_event(
     assert paths(data_dir, capsys, "--since", "100d") == ["0", "1", "2", "3"]
     assert paths(data_dir, capsys, "--actor", "bob") == ["2", "3"]
     assert paths(data_dir, capsys, "--actor", "bob", "--event", "checkpoint_delete") == ["3"]
+
+
+def test_an_unknown_event_is_refused_with_the_names_of_all(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["audit", "--data-dir", str(data_dir), "--event", "checkpoint_deleted"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "argument --event: invalid choice: 'checkpoint_deleted'" in error
+    assert [name for name in get_args(audit.Event) if name not in error] == []
 
 
 def test_the_newest_entries_of_too_many_are_listed(
