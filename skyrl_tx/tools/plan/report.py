@@ -79,10 +79,9 @@ def format_plan(model_plan: ModelPlan) -> Iterator[str]:
     # The sizes that fit, and the kernels.
     yield from ("", "What fits:")
     yield f"  context       {samples.max_length} tokens, including the prompt"
-    yield (
-        f"  samples       {samples.num_slots} at {samples.equal_sample_length} tokens each, or "
-        f"{model_plan.samples_at_context} at {samples.max_length} tokens each"
-    )
+    most = f"{samples.num_slots} at {samples.equal_sample_length} tokens each"
+    longest = f"{model_plan.samples_at_context} at {samples.max_length} tokens each"
+    yield f"  samples       {most if longest == most else f'{most}, or {longest}'}"
     yield f"  models        {plan.max_models} in training at the same time; idle models are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices together"
     yield f"  training row  {plan.longest_row} tokens fit; the model allows {model_plan.model.max_context_length}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.tools.cli import main
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
@@ -46,6 +47,18 @@ def test_the_plan_as_text(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert text in out, text
     assert out.endswith(f"skyrl-tx serve --base-model {dense}\n")
+
+
+def test_samples_of_the_longest_length_are_printed_if_they_are_fewer(
+    dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--base-model", dense, "--device", "h200"]) == 0
+    assert re.search(r"^  samples +\d+ at \d+ tokens each, or \d+ at 40960 tokens each$", capsys.readouterr().out, re.M)
+
+    # A tiny model has memory for all samples at any length.
+    write_tiny_model(tmp_path / "tiny")
+    assert main(["plan", "--base-model", str(tmp_path / "tiny"), "--device", "h200"]) == 0
+    assert re.search(r"^  samples +\d+ at \d+ tokens each$", capsys.readouterr().out, re.M)
 
 
 def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
