@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from http import HTTPStatus
@@ -14,15 +14,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from sqlmodel import Session
 from tokenizers import Tokenizer
 
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import completions, engine_state, futures
+from skyrl_tx.store import completions, engine_state, futures, pauses
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import PendingRequest
+from skyrl_tx.store.pauses import Pause
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
@@ -357,6 +359,42 @@ def test_full_queue_is_reported_with_retry_after(server_and_player: tuple[Server
                 assert int(response.headers["retry-after"]) > 0 and response.json()["error"]["type"] == kind
     finally:
         publish(None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_running_call_is_not_refused_when_a_quota_is_used_up(
+    server_and_player: tuple[Server, ScriptedPlayer], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    server, player = server_and_player
+    find_wait_reason, found = pauses.find_wait_reason, list[str | None]()
+
+    def find(tx: Session, request_id: RequestId, among: Collection[Pause]) -> str | None:
+        found.append(find_wait_reason(tx, request_id, among))
+        return found[-1]
+
+    monkeypatch.setattr(pauses, "find_wait_reason", find)
+    monkeypatch.setattr("skyrl_tx.apps.chat.generation._CHECK_QUOTA_EVERY_S", 0.1)
+    monkeypatch.setattr("skyrl_tx.server.monitoring.engine_status._HEALTH_MAX_AGE_S", 0.0)
+
+    def pause(tx: Session, *new: Pause) -> None:
+        row = engine_state.get(tx)
+        assert row is not None
+        row.pauses = [asdict(pause) for pause in new] or None
+
+    def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
+        used_up = Pause(subject_kind="owner", subject="local", limit="sample_tokens_per_day", reason="used up")
+        store.write(lambda tx: futures.count_delivery_attempt(tx, [request_id], is_alone=False))
+        store.write(lambda tx: pause(tx, used_up))
+        until(lambda: found)
+        return output(TOKENS)
+
+    player.play = play
+    try:
+        response = post(server, COMPLETIONS, prompt="x", stream=stream)
+    finally:
+        player.store.write(pause)
+    assert response.status_code == HTTPStatus.OK and TEXT in response.text
+    assert found == [None], "the call was checked once, and it was running"
 
 
 def test_gpt_oss_writes_its_channels_with_special_tokens(tmp_path: Path) -> None:

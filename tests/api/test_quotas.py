@@ -9,6 +9,8 @@ import pytest
 import tinker
 from sqlmodel import select
 
+from skyrl_tx.apps.chat import generation
+from skyrl_tx.apps.chat import service as chat_service
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.engine import engine
@@ -191,3 +193,35 @@ def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
     for answer in (refused, refused_too):
         assert answer.status_code == 429 and "eva has used 13 of today's 10" in answer.json()["error"]["message"]
         assert answer.headers["retry-after"] == "60" and answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_queued_chat_calls_get_429_when_the_quota_is_used_up(
+    stack: LiveStack, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The check before a call is submitted sees an old status, so the call is queued."""
+    monkeypatch.setattr(chat_service, "find_sample_pause", lambda *_: None)
+    monkeypatch.setattr(generation, "_CHECK_QUOTA_EVERY_S", 0.1)
+    owner = f"eve-{stream}"
+    put(stack, owner, "sample_tokens_per_day", 4)
+    body = {"model": PUBLIC_NAME, "max_tokens": 9, "stream": stream}
+    talk = {**body, "messages": [{"role": "user", "content": "x"}]}
+
+    with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, owner)}, timeout=60) as client:
+        first = client.post("/v1/completions", json={**body, "prompt": [1, 2, 3], "ignore_eos": True})
+        assert first.status_code == 200
+
+        refused = [
+            client.post("/v1/completions", json={**body, "prompt": "x"}),
+            client.post("/v1/completions", json={**body, "prompt": ["x", "y"]}),
+            client.post("/v1/chat/completions", json=talk),
+            client.post("/anthropic/api/v1/messages", json=talk),
+        ]
+
+    reason = f"{owner} has used 12 of today's 4 sample tokens; requests resume at 00:00 UTC"
+    for answer in refused:
+        assert answer.status_code == 429 and answer.json()["error"]["message"] == reason
+        assert answer.headers["retry-after"] == "60" and answer.headers["x-should-retry"] == "false"
+    statuses = select(RequestRow.status).where(RequestRow.owner == owner).order_by(RequestRow.status)
+    cancelled = ["done", *["failed"] * 5]
+    until(lambda: stack.server.store.read(lambda tx: list(tx.exec(statuses))) == cancelled)

@@ -19,6 +19,7 @@ import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
+from skyrl_tx.apps.chat.quota import find_sample_pause, make_refusal
 from skyrl_tx.apps.chat.text import SampleText
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
@@ -29,13 +30,18 @@ from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.store import completions, futures
+from skyrl_tx.store import completions, futures, pauses
 from skyrl_tx.store.completions import Partial
 from skyrl_tx.store.database import Store
 
 _PAGE_SIZE = 1000
 _POLL_INTERVAL_S = 20.0
 """A generation reads the database at least this often, in case a notification was lost."""
+_CHECK_QUOTA_EVERY_S = 2.0
+"""While a generation waits for its first tokens, it checks this often whether a quota was used up.
+
+All generations share the report of `EngineHealth`, so more of them cause no more queries.
+"""
 _MAX_INLINE = 512
 """How many tokens and top tokens the event loop may process at once."""
 CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
@@ -249,12 +255,47 @@ class Generation:
 
     async def _wait(self) -> None:
         self._poll_at = time.monotonic() + _POLL_INTERVAL_S
-        try:
-            async with asyncio.timeout(_POLL_INTERVAL_S):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
+        if await self.wait_for_change(_POLL_INTERVAL_S):
+            self._changed.clear()
+
+    async def wait_for_change(self, timeout_s: float) -> bool:
+        """Wait for new tokens or the result. Returns False after `timeout_s` seconds.
+
+        If the request is still queued and its owner has used up a quota meanwhile, the request is
+        cancelled and ApiError 429 is raised.
+        """
+        ends_at, may_be_queued = time.monotonic() + timeout_s, self.num_tokens == 0
+        while not self._changed.is_set() and (rest_s := ends_at - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(min(rest_s, _CHECK_QUOTA_EVERY_S) if may_be_queued else rest_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                may_be_queued = may_be_queued and await self._check_quota()
+        return self._changed.is_set()
+
+    async def _check_quota(self) -> bool:
+        """Cancel a queued request, and raise ApiError 429, if its owner has used up a quota.
+
+        Returns False if the owner has used up a quota, but the request was started before.
+        """
+        context, owner = self._context, self._caller.owner
+        report = await context.engine.get_report_within(_CHECK_QUOTA_EVERY_S)
+        pause = find_sample_pause(report.pauses, owner)
+        if pause is None:
+            return True
+        failure = codec.encode(Failure(message=pause.reason, category=ErrorCategory.USER))
+
+        def cancel_queued(tx: Session) -> bool:
+            is_queued = pauses.find_wait_reason(tx, self.request_id, [pause]) is not None
+            if is_queued:
+                self._cancel(tx, failure)
+            return is_queued
+
+        if not await context.run_call(owner, context.store.write, cancel_queued):
+            return False
+        self._is_over = True
+        self._resources.close()
+        raise make_refusal(pause)
 
     def _make_delta(
         self, index: int, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, *, first: int
@@ -338,15 +379,30 @@ class Generation:
         if self._is_over:
             return
         self._is_over = True
-        failure, store, owner = codec.encode(CANCELLED), self._context.store, self._caller.owner
+        failure = codec.encode(CANCELLED)
+        self._context.store.write_soon(lambda tx: self._cancel(tx, failure))
 
-        def cancel(tx: Session) -> None:
-            completions.cancel(tx, self.request_id, owner, failure, time.time())
-            # No client will fetch the result, so it need not be kept
-            futures.mark_fetched(tx, [self.request_id], time.time())
-            completions.delete_partials(tx, self.request_id)
+    def _cancel(self, tx: Session, failure: bytes) -> None:
+        completions.cancel(tx, self.request_id, self._caller.owner, failure, time.time())
+        # No client will fetch the result, so it need not be kept
+        futures.mark_fetched(tx, [self.request_id], time.time())
+        completions.delete_partials(tx, self.request_id)
 
-        store.write_soon(cancel)
+
+async def wait_for_first_change(generations: Sequence[Generation], timeout_s: float) -> None:
+    """Wait until one generation has tokens or a result, for at most `timeout_s` seconds.
+
+    Raises ApiError 429 if a quota that was used up meanwhile pauses one of them.
+    """
+    waiting = [asyncio.create_task(generation.wait_for_change(timeout_s)) for generation in generations]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta]]:

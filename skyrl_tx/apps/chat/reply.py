@@ -22,7 +22,7 @@ from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from skyrl_tx.apps.chat.errors import ApiName, describe_stream_error
-from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop
+from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop, wait_for_first_change
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError
@@ -171,7 +171,8 @@ async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], Chat
     reply.generations = generations
 
     if reply.is_streamed:
-        return EventStream(_stream(reply), lambda error: _encode_error(request, reply, error), generations)
+        stream = EventStream(_stream(reply), lambda error: _encode_error(request, reply, error), generations)
+        return await respond(request, _start_stream(stream, generations), generations)
     return await respond(request, _complete(reply), generations)
 
 
@@ -194,6 +195,16 @@ async def _complete(reply: ChatReply) -> Response:
     async for prompt_index, delta in merge_deltas(reply.generations):
         await run_off_loop(partial(reply.add, prompt_index, delta), delta.size)
     return await run_in_threadpool(lambda: make_json_response(reply.make_body()))
+
+
+async def _start_stream(stream: "EventStream", generations: Sequence[Generation]) -> Response:
+    """Return a stream when its first tokens are there.
+
+    So a call that has to wait for a quota can still get the status 429. The client and proxies wait
+    no longer than between two keep-alive comments.
+    """
+    await wait_for_first_change(generations, _KEEP_ALIVE_S)
+    return stream
 
 
 async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
@@ -231,20 +242,23 @@ def make_json_response(body: object) -> Response:
 async def respond(request: Request, work: Awaitable[Response], generations: Sequence[Generation]) -> Response:
     """Wait for `work`, which reads `generations`, and return its response.
 
-    If the client disconnects first, the work and the generations are cancelled.
+    If the client disconnects first, the work and the generations are cancelled. A stream closes
+    its generations itself.
     """
+    response: Response | None = None
     task = asyncio.ensure_future(work)
     disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+        response = task.result() if task.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return response
     finally:
         disconnected.cancel()
         if not task.done():
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
-        for generation in generations:
+        for generation in () if isinstance(response, EventStream) else generations:
             generation.close()
 
 

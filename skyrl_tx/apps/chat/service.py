@@ -24,6 +24,7 @@ from msgspec import UNSET
 
 from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
 from skyrl_tx.apps.chat.models import Weights
+from skyrl_tx.apps.chat.quota import find_sample_pause, make_refusal
 from skyrl_tx.apps.chat.response_template import ResponseTemplate
 from skyrl_tx.apps.chat.text import ContextTooLong, Decoder, ModelText, SampleText
 from skyrl_tx.contract import codec, requests
@@ -190,15 +191,8 @@ class ChatService:
         report = await self.context.engine.get_recent_report()
         if report.problem is not None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _RETRY_HEADERS)
-        for pause in report.pauses:
-            if pause.limit == "sample_tokens_per_day" and (pause.subject_kind, pause.subject) == (
-                "owner",
-                caller.owner,
-            ):
-                # Without this `X-Should-Retry`, the OpenAI and Anthropic clients would retry until
-                # the quota is reset at the end of the day
-                headers = {"Retry-After": "60", "X-Should-Retry": "false"}
-                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
+        if (pause := find_sample_pause(report.pauses, caller.owner)) is not None:
+            raise make_refusal(pause)
 
         # Check the number of samples
         total = sum(request.num_samples for request in chat_requests)
