@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from skyrl_tx.engine.extension import EngineExtension
     from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.settings import ApiSettings
 
 Group = Literal["run", "weights", "administration", "diagnosis"]
 """The heading of a command in `skyrl-tx --help`."""
@@ -175,12 +176,24 @@ class App:
 
     The API process gets an instance from `ApiSettings.get_app_settings`.
     """
+    check_settings: Callable[[ApiSettings], None] | None = None
+    """Checks the settings before the API starts, for example that a file can be read.
+
+    Raises CannotServe with the flag.
+    """
     server: Callable[[], ServerExtension] | None = None
     """Returns routers, pages and error forms (formats of error responses) for the API process."""
     engine: Callable[[], EngineExtension] | None = None
     """Returns result observers, retention rules and admission for the engine process."""
     commands: Sequence[Command] = ()
     """Commands of the command line."""
+
+
+def check_app_settings(apps: Sequence[App], settings: ApiSettings) -> None:
+    """Check the settings of the API that features use. Raises CannotServe with the flag."""
+    for app in apps:
+        if app.check_settings is not None:
+            app.check_settings(settings)
 
 
 def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:

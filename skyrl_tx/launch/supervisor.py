@@ -25,7 +25,7 @@ from sqlmodel import Session
 from skyrl_tx import __version__
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.launch.command import App, load_server_extensions
+from skyrl_tx.launch.command import App, check_app_settings, load_server_extensions
 from skyrl_tx.launch.data import (
     abandon_models,
     check_model_files,
@@ -71,6 +71,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the API and the engines until a signal. Raises CannotServe."""
     # Check the settings and the files of the model, unless the engines run on other machines.
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    check_app_settings(apps, settings.make_api_settings())
     if not settings.has_remote_engines:
         check_model_files(settings)
     launch = make_engine_launch(settings, apps)
@@ -112,6 +113,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
 def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
     """Run only the API until a signal. Raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    check_app_settings(apps, settings.make_api_settings())
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(open_api_database(settings)) as store,

@@ -12,6 +12,7 @@ from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
     from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.settings import ApiSettings
 
 
 def _extend_server() -> ServerExtension:
@@ -28,4 +29,17 @@ def _extend_server() -> ServerExtension:
     )
 
 
-CHAT = App(name="chat", server=_extend_server)
+def _check_settings(settings: ApiSettings) -> None:
+    if settings.chat_template is None:
+        return
+    from skyrl_tx.apps.chat.template import read_checked_template
+    from skyrl_tx.contract.errors import ServerError
+    from skyrl_tx.process.setup import CannotServe
+
+    try:
+        read_checked_template(settings.chat_template)
+    except ServerError as error:
+        raise CannotServe(f"--chat-template {error}") from error
+
+
+CHAT = App(name="chat", check_settings=_check_settings, server=_extend_server)

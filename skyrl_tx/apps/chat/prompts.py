@@ -1,8 +1,10 @@
 """Convert conversations of the OpenAI and Anthropic APIs to prompts of the served model."""
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NoReturn, cast
 
 from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, MessageParser, choose_format
@@ -17,9 +19,11 @@ from skyrl_tx.apps.chat.schemas import (
     ContentPart,
 )
 from skyrl_tx.apps.chat.service import ChatService
-from skyrl_tx.contract.errors import FieldError
+from skyrl_tx.contract.errors import FieldError, ServerError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.submission.validation import quote_value, require
 
+_log = logging.getLogger(__name__)
 _TEXT_ONLY = "is not supported; this server accepts only text, tool_use, tool_result and thinking"
 _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that a request cannot set."""
@@ -56,22 +60,29 @@ def render_prompt(
     """Render a conversation and encode it.
 
     Raises UserError if the model has no tokenizer or no chat template, if the template fails, or if
-    there are tools and the format of the model's tool calls is unknown.
+    there are tools and the format of the model's tool calls is unknown. Raises ApiError 500 if the
+    template cannot be read or is malformed.
     """
     service.text.check()
-    template = service.text.template
 
     # Templates have different names for the variable that turns reasoning on, for example `thinking` in DeepSeek V3.1
     variables = dict(variables or {})
     if "enable_thinking" in variables:
         variables.setdefault("thinking", variables["enable_thinking"])
-    prompt = template.render(
-        messages,
-        tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=variables,
-    )
+
+    try:
+        template = service.text.template
+        prompt = template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+    except ServerError as error:  # the message may name a path on the server
+        _log.error("cannot render a prompt with the chat template: %s", error)
+        detail = "the server cannot use its chat template; the server's log has the reason"
+        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, detail) from error
 
     # Choose the form of the reply
     configured = service.context.settings.tool_parser

@@ -4,15 +4,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skyrl_tx.apps.chat.message_forms import Message, iterate_forms, read_text
-from skyrl_tx.contract.errors import FieldError, UserError
+from skyrl_tx.contract.errors import FieldError, ServerError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\ue000end of the text\ue001 "
@@ -77,8 +78,28 @@ def _compile(source: str) -> Callable[..., str]:
     cast(dict[str, object], environment.globals).update(raise_exception=_raise, strftime_now=_format_now)
     try:
         return environment.from_string(source).render
-    except TemplateError as error:
-        raise UserError(f"the model's chat template is malformed: {error}") from error
+    except TemplateSyntaxError as error:
+        raise ServerError(f"the chat template is malformed: line {error.lineno}: {error.message}") from error
+
+
+def read_template(path: Path) -> str:
+    """Return the source code of a template. Raises ServerError with the path if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ServerError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ServerError(f"{path}: not a text in UTF-8") from error
+
+
+def read_checked_template(path: Path) -> str:
+    """Return the source code like `read_template`. Raises ServerError also if it is malformed."""
+    source = read_template(path)
+    try:
+        _compile(source)
+    except ServerError as error:
+        raise ServerError(f"{path}: {error}") from error
+    return source
 
 
 @lru_cache(maxsize=64)
@@ -146,7 +167,7 @@ class ChatTemplate:
 
         With `continue_final_message`, the prompt ends with the text of the last message, so that
         the model continues this text. If the template fails, other forms of the messages are tried.
-        Raises UserError if the template fails for all forms.
+        Raises UserError if the template fails for all forms, and ServerError if it is malformed.
         """
         source = self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
         prepared = [_choose_form(source, message) for message in messages]

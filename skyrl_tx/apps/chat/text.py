@@ -115,7 +115,7 @@ class ModelText:
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises UserError if there is none."""
+        """The chat template. Raises UserError if there is none, and ServerError if it cannot be read."""
         if self._template is None:
             with self._loading:
                 if self._template is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skyrl_tx.apps.chat.template import ChatTemplate
+from skyrl_tx.apps.chat.template import ChatTemplate, read_checked_template, read_template
 from skyrl_tx.contract.errors import UserError
 
 if TYPE_CHECKING:
@@ -163,15 +163,13 @@ class TokenizerFiles:
     def load_template(self, file: Path | None) -> ChatTemplate:
         """Load the chat templates from `file`, or from the model's files if `file` is None.
 
-        Raises UserError if there is no template, or if it cannot be read.
+        Raises UserError if there is no template, and ServerError if one cannot be read, or if the
+        template in `file` is malformed.
         """
-        sources = {"default": file} if file is not None else self._find_templates()
-        try:
-            read = {name: path.read_text(encoding="utf-8") for name, path in sources.items()}
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"the chat template {', '.join(map(str, sources.values()))} cannot be read: {error}"
-            ) from error
+        if file is not None:
+            return ChatTemplate({"default": read_checked_template(file)}, self.special_tokens)
+
+        read = {name: read_template(path) for name, path in self._find_templates().items()}
         read = read or _read_templates(self._config.get("chat_template"))
         if "default" not in read:
             raise UserError(

@@ -29,7 +29,7 @@ from skyrl_tx.apps.chat.text import ContextTooLong, Detokenizer, ModelText
 from skyrl_tx.apps.console.login import PAGE_HEADERS, ConsoleSessions, Visitor, check_form
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
-from skyrl_tx.contract.errors import RequestError, UserError
+from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url, receive_call
 from skyrl_tx.server.errors import ApiError
@@ -133,7 +133,7 @@ def _find_features(chat: ChatService) -> Mapping[str, bool]:
     """Return whether the model has a tokenizer, a chat template, and a switch for thinking."""
     try:
         template = chat.text.template.source
-    except UserError:
+    except RequestError:
         template = ""
     has_tokenizer = chat.text.has_tokenizer
     return {

@@ -23,7 +23,7 @@ from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.jax.gpu_memory import SHARE_VARIABLE, read_gpu_share
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import RequestError, UserError
 from skyrl_tx.process.gpus import list_gpus
 from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_available_memory
 from skyrl_tx.process.setup import OPEN_FILES
@@ -202,13 +202,13 @@ def _check_template(text: ModelText, *, is_given: bool) -> Iterator[Finding]:
     what = "--chat-template" if is_given else "the model's chat template"
     try:
         prompt = text.template.render(_MESSAGES)
-    except UserError as problem:
+    except RequestError as problem:
         finding = error if is_given else warning
         yield finding("template", str(problem), "set --chat-template; only the chat endpoints need a template")
         return
     try:
         has_tools = text.template.render(_MESSAGES, _TOOLS) != prompt
-    except UserError:
+    except RequestError:
         has_tools = False
     yield ok("template", f"{what} renders messages{' and tools' if has_tools else ', and ignores tools'}")
 

@@ -219,6 +219,26 @@ def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
         supervisor.serve_engine(read_settings("engine", (*flags, "--launcher", "ray")), APPS)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory"),
+        (b"\xff", "not a text in UTF-8"),
+        (b"{{ messages }}\n{% if %}", "the chat template is malformed: line 2: Expected an expression"),
+    ],
+)
+@pytest.mark.parametrize("serve", [supervisor.serve, supervisor.serve_api])
+def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path, serve, content, reason):
+    template = tmp_path / "chat.jinja"
+    if content is not None:
+        template.write_bytes(content)
+    flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path / "data"))
+    settings = read_settings("serve", (*flags, "--port", "0", "--chat-template", str(template)))
+    with pytest.raises(CannotServe, match=rf"^--chat-template {template}: {reason}"):
+        serve(settings, APPS)
+    assert not settings.data_dir.exists()
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
     flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "127.0.0.1:7700")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from skyrl_tx.apps.chat.logprobs import CompletionLogprobs, Echo, TokenLogprob
 from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import ServerError, UserError
 from skyrl_tx.server.settings import ApiSettings
 from tests.support.tiny_tokenizer import PACKAGED
 
@@ -119,7 +119,7 @@ def test_template_runs_in_a_sandbox(source: str) -> None:
 
 
 def test_malformed_template_is_reported() -> None:
-    with pytest.raises(UserError, match="chat template is malformed"):
+    with pytest.raises(ServerError, match="chat template is malformed: line 1: Expected an expression"):
         ChatTemplate({"default": "{% if %}"}, {}).render(TALK)
 
 
@@ -204,8 +204,11 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         make_text(tmp_path).check()
     with pytest.raises(UserError, match="--chat-template"):
         _ = make_text(tmp_path).template
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(ServerError, match="missing: No such file or directory"):
         _ = make_text(tmp_path, chat_template=tmp_path / "missing").template
+    (tmp_path / "broken").write_text("{% if %}")
+    with pytest.raises(ServerError, match="broken: the chat template is malformed"):
+        _ = make_text(tmp_path, chat_template=tmp_path / "broken").template
 
 
 def test_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
