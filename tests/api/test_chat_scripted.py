@@ -396,6 +396,26 @@ def test_running_call_is_not_refused_when_a_quota_is_used_up(
     assert response.status_code == HTTPStatus.OK and TEXT in response.text
     assert found == [None], "the call was checked once, and it was running"
 
+    player.play = reply("12.")
+    assert post(server, COMPLETIONS, prompt="x").status_code == HTTPStatus.OK, "the pause is over"
+
+
+def test_client_that_leaves_before_the_first_token_cancels_its_stream(
+    server_and_player: tuple[Server, ScriptedPlayer],
+) -> None:
+    server, player = server_and_player
+    cancelled: list[RequestId] = []
+
+    def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
+        until(lambda: store.read(lambda tx: futures.get_state(tx, request_id, None)).status == "failed")
+        cancelled.append(request_id)
+        return output(TOKENS)
+
+    player.play = play
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(COMPLETIONS, json={"model": "tiny", "prompt": "x", "stream": True}, timeout=0.5)
+    until(lambda: cancelled, within_s=10.0)
+
 
 def test_gpt_oss_writes_its_channels_with_special_tokens(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
