@@ -414,7 +414,7 @@ def test_client_that_leaves_before_the_first_token_cancels_its_stream(
     player.play = play
     with pytest.raises(httpx.ReadTimeout):
         server.client.post(COMPLETIONS, json={"model": "tiny", "prompt": "x", "stream": True}, timeout=0.5)
-    until(lambda: cancelled, within_s=10.0)
+    until(lambda: cancelled, within_s=60.0)
 
 
 def test_gpt_oss_writes_its_channels_with_special_tokens(tmp_path: Path) -> None:
