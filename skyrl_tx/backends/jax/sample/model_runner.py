@@ -93,21 +93,23 @@ class ModelRunner:
         """The memory for keys and values of prompts and samples."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"
+        # With bfloat16 weights there is no guarantee that bits are independent of other samples.
+        self._merges = not self._is_single_cpu and params.embed.dtype != jnp.float32
+        self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, including the base model
+        self._num_shards = params.layout.num_shards("batch")
+        self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
+        """The maximum number of prompts that a shard computes at the same time."""
+
+        # The row counts of decode slices
+        self._counts = self._make_row_counts()
 
         # The adapters of the samplers. On a single CPU device, bits must not depend on other adapters.
         max_samplers, exact = config.max_sampler_adapters, self._is_single_cpu
         self.pool = SamplerPool(
             model, max_samplers, params.layout, num_slots=num_adapter_slots, rank=pool_rank, separates_ranks=exact
         )
-        # With bfloat16 weights there is no guarantee that bits are independent of other samples.
-        self._merges = not self._is_single_cpu and params.embed.dtype != jnp.float32
-        self._max_adapters = 1 + max_samplers  # of one slice, including the base model
-        self._num_shards = params.layout.num_shards("batch")
-        self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
-        """The maximum number of prompts that a shard computes at the same time."""
 
-        # The row counts of decode slices, and on a single CPU device their programs.
-        self._counts = self._make_row_counts()
+        # The programs of decode slices on a single CPU device
         cost = estimate_compilation_cost(model)
         self._divider = SliceDivider(
             self._counts, self._choose_read_length, self.pool.get_rank, compiler, self._make_rows_program, cost
