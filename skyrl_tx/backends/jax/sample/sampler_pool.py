@@ -75,6 +75,8 @@ class SamplerPool:
             self._num_slots = min(next_power_of_two(slot + 1), 1 + self._max_samplers)
         rank = adapter.weights["unembed"].a.shape[-1]
         if self._separates_ranks:
+            # Arrays of a restored state are committed to the device. The pool and its programs would be too.
+            adapter = jax.device_get(adapter)
             pool, others = self._adapters.get(rank) or self._make_empty(rank), self._adapters
         else:
             pool, others = next(iter(self._adapters.values())), dict[int, Adapter]()

@@ -100,3 +100,13 @@ def test_separate_ranks_have_adapters_of_their_own(tiny):
     pool.drop(names[0])
     pool.load(names[4], full(tiny.config, 32, 5.0))  # into a slot that had another rank
     assert pool.get_slot(names[4]) == slots[0] and pool.get_rank([slots[0]]) == 32
+
+
+def test_an_adapter_that_is_committed_to_a_device_does_not_commit_the_pool(tiny):
+    """Otherwise sampling would compile its programs again after a model was restored."""
+    pool = SamplerPool(tiny.config, max_samplers=5, num_slots=4, separates_ranks=True)
+    adapter = jax.device_put(full(tiny.config, 4, 1.0), jax.devices()[0])
+    assert all(leaf.committed for leaf in jax.tree.leaves(adapter))
+    pool.load(SamplerId("s"), adapter)
+    loaded = pool.get_adapters(pool.get_rank([pool.get_slot(SamplerId("s"))]))
+    assert not any(leaf.committed for leaf in jax.tree.leaves(loaded))
