@@ -35,6 +35,7 @@ def datum(draw: np.random.Generator) -> types.Datum:
 def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
     """Train and sample. Returns the losses, the gradient norms and the sample's logprobs."""
     flags = ("--base-model", str(model), "--served-model-name", "experts")
+    flags += ("--backend-config.compile-threads", "0")  # an idle server would compile programs in advance
     flags += constants("engine", snapshot_interval_requests=3)
 
     with LiveServer(data_dir, flags=flags) as server:
