@@ -26,7 +26,7 @@ from benchmarks.ahead.topology import describe_layout
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import Record, format_table
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.plan import report
 from skyrl_tx.tools.plan.command import add_flags, plan_from_flags
 

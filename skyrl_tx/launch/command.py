@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from skyrl_tx.process.units import format_bytes, format_seconds
+from skyrl_tx.process.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -27,8 +27,7 @@ from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
 from skyrl_tx.process.paths import explain_os_error
-from skyrl_tx.process.text import make_line
-from skyrl_tx.process.units import format_bytes, parse_seconds
+from skyrl_tx.process.text import format_bytes, make_line, parse_seconds
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME

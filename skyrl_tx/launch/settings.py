@@ -32,7 +32,7 @@ from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.paths import get_home
 from skyrl_tx.process.setup import LogFormat, LogLevel
-from skyrl_tx.process.units import parse_bytes, parse_seconds
+from skyrl_tx.process.text import parse_bytes, parse_seconds
 from skyrl_tx.server.settings import ApiFlags, ApiSettings
 
 DEFAULT_BACKEND = "jax"

@@ -1,15 +1,19 @@
-"""The memory of this machine: how much this process may use, and how to return memory.
+"""The memory of this machine and of its GPUs: how much this process may use, and how to return memory.
 
 A container or a systemd service has a control group (cgroup, version 1 or 2), which may limit its
 memory. Without a limit, a process may use all memory of the machine.
 """
 
+import csv
 import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +28,10 @@ _CGROUP_FILES = (
 The third name is an entry of `memory.stat`: cached file pages. They do not count as used, because
 the kernel drops them before it kills a process for lack of memory.
 """
+
+_GPU_QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
+_GPU_QUERY_TIMEOUT_S = 60.0
+_MIB = 2**20
 
 ENGINES_ON_HOST = "SKYRL_TX_ENGINES_ON_HOST"
 """An environment variable that `serve` sets for its engines: how many of them share the host."""
@@ -106,3 +114,47 @@ def trim_allocator() -> None:
 @cache
 def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU and the use of its memory."""
+
+    index: str
+    uuid: str
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """The memory that no program uses."""
+        return self.total_bytes - self.used_bytes
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that the driver's command `nvidia-smi` lists, or none if it is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(_GPU_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_QUERY_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True)) if done.returncode == 0 else []
+    return [
+        Gpu(row[0], row[1], row[2], row[3], int(row[4]) * _MIB, int(row[5]) * _MIB)
+        for row in rows
+        if len(row) == len(_GPU_QUERY) and row[4].isdigit() and row[5].isdigit()
+    ]
+
+
+def select_visible(gpus: list[Gpu], environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that CUDA shows to programs with these environment variables, in its order."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return gpus
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    return [gpu for name in names for gpu in gpus if name == gpu.index or gpu.uuid.startswith(name)]

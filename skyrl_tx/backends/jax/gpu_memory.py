@@ -12,8 +12,8 @@ import time
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.process.gpus import Gpu, list_gpus, select_visible
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.memory import Gpu, list_gpus, select_visible
+from skyrl_tx.process.text import format_bytes
 
 GPU_SHARE = 0.92
 """The share of an empty GPU that the backend takes by default."""

@@ -41,7 +41,7 @@ from skyrl_tx.artifacts import (
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Progress, finish_parser, format_time, open_database, parse_path
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.store import checkpoints, database, identity, sampling_sessions
 from skyrl_tx.store.database import Store
 

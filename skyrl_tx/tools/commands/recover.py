@@ -23,7 +23,7 @@ from skyrl_tx.launch.command_line import (
     open_artifact_store,
     open_database,
 )
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.store import identity, manifests, models
 from skyrl_tx.store.database import Store
 

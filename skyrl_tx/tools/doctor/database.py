@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store, parse_url
 from skyrl_tx.store.dialect import DATABASE_NAME

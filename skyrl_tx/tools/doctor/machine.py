@@ -24,10 +24,9 @@ from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.jax.gpu_memory import SHARE_VARIABLE, read_gpu_share
 from skyrl_tx.contract.errors import RequestError, UserError
-from skyrl_tx.process.gpus import list_gpus
-from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, read_available_memory
+from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, list_gpus, read_available_memory
 from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)

@@ -24,7 +24,7 @@ from skyrl_tx.artifacts import (
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Progress, Record, confirm
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow, SnapshotRow

@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.start_plan import StartPlan, make_abstract_layout, pl
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.flops import count_frozen_macs
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.plan.hardware import MEASURED, Devices
 from skyrl_tx.tools.plan.meshes import (
     WEIGHT_SHARE,

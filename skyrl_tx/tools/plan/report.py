@@ -8,7 +8,7 @@ from skyrl_tx.backends.jax.kernel_choice import explain_kernels
 from skyrl_tx.backends.jax.mesh import make_training_layout
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.launch.command_line import Record, format_table
-from skyrl_tx.process.units import format_bytes
+from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.plan.meshes import Candidate, LengthShortfall
 from skyrl_tx.tools.plan.model_plan import ModelPlan
 

@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax import gpu_memory
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.gpu_memory import SHARE_VARIABLE, read_gpu_share, reserve_gpu_memory
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.process.gpus import Gpu, list_gpus, select_visible
+from skyrl_tx.process.memory import Gpu, list_gpus, select_visible
 
 BOTH = JaxConfig(mesh=MeshConfig(dp=2))
 

@@ -11,7 +11,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import start_plan
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.process.gpus import Gpu
+from skyrl_tx.process.memory import Gpu
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.doctor import machine, probe
 from skyrl_tx.tools.doctor.findings import Finding
