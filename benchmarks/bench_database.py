@@ -22,8 +22,8 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import futures
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import RequestRow
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import OWNER, EngineHarness, forward_backward, optim_step, sample
 from tests.support.live_engine import live_engine
 

@@ -31,9 +31,9 @@ from skyrl_tx.contract.loss_reference import LossValue
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.testing.fake import sampling
+from skyrl_tx.testing.fake import backend as fake_backend
 from skyrl_tx.testing.fake.backend import FakeBackend, _FakePass
-from skyrl_tx.testing.fake.bigram import Pair
+from skyrl_tx.testing.fake.model import Pair
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.conformance import command
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -144,7 +144,7 @@ def test_every_row_passes_with_jax(tmp_path: Path) -> None:
         check_all_rows(stack, tmp_path)
 
 
-EVALUATE, DECODE, COMMIT = loss_reference.evaluate, sampling.decode, _FakePass.commit
+EVALUATE, DECODE, COMMIT = loss_reference.evaluate, fake_backend.decode, _FakePass.commit
 
 
 def double_gradients(name: str, *arguments: Any) -> LossValue:
@@ -162,7 +162,7 @@ def shift_logprobs(*arguments: Any) -> SampleDelta:
 
 
 def forget_gradient(own: _FakePass, model_id: ModelId, gradient: Pair) -> None:
-    own._models[model_id] = replace(own._models[model_id], gradient=None)
+    own.models[model_id] = replace(own.models[model_id], gradient=None)
     COMMIT(own, model_id, gradient)
 
 
@@ -172,7 +172,7 @@ def forget_gradient(own: _FakePass, model_id: ModelId, gradient: Pair) -> None:
         (loss_reference, "evaluate", double_gradients, "losses: ppo: gradient"),
         pytest.param(loss_reference, "evaluate", ignore_config, "losses: dro: value", marks=pytest.mark.slow),
         (
-            sampling,
+            fake_backend,
             "decode",
             shift_logprobs,
             "sampling: Log-probabilities of a sample equal the result of compute_logprobs",
@@ -202,7 +202,7 @@ def test_a_server_that_hangs_fails_in_time(own_stack: LiveStack, tmp_path: Path)
         is_over.wait(300)
         return DECODE(*arguments)
 
-    with patch.object(sampling, "decode", hang):
+    with patch.object(fake_backend, "decode", hang):
         try:
             report = check(own_stack.url, tmp_path, "--only", "prompt data", "--timeout-s", "3")
         finally:

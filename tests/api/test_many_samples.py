@@ -13,8 +13,8 @@ from tinker import types
 
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.live_stack import LiveStack

@@ -15,9 +15,8 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_suite import BackendSuite
-from skyrl_tx.testing.fake import BACKEND
+from skyrl_tx.testing.fake import BACKEND, FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 CONFIG = FakeConfig(vocab_size=32, slice_tokens=3)
 

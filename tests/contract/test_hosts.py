@@ -16,8 +16,8 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.fast_jit import FAST_COMPILE_FLAGS
 from tests.support.follower import follower_process
 from tests.support.free_ports import free_ports

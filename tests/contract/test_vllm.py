@@ -14,8 +14,8 @@ from skyrl_tx.integrations.vllm import SAMPLER
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
 
 CONFIG = FakeConfig(vocab_size=32, slice_tokens=3, max_context_length=64)

@@ -18,8 +18,8 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.schema import HEAD
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.cli import main
 from tests.support.golden import (
     BASE_MODEL,

@@ -14,8 +14,8 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_server import LiveServer
 from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
 from tests.support.with_constants import constants

@@ -220,7 +220,7 @@ def third_backend(tmp_path: Path) -> Path:
         textwrap.dedent("""
             from dataclasses import replace
             from skyrl_tx.testing.fake.backend import FakeBackend
-            from skyrl_tx.testing.fake.config import FakeConfig
+            from skyrl_tx.testing.fake import FakeConfig
             from skyrl_tx.contract.errors import UserError
 
             class CountingBackend(FakeBackend):

@@ -28,8 +28,8 @@ from skyrl_tx.store import futures, models, placement, sampling_sessions, sessio
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import ModelRow, RequestRow
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 SPEC = ModelSpec(lora=LoraSpec(rank=2, seed=5))
 OWNER = "local"

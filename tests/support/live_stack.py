@@ -17,8 +17,8 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import StubOptions, VllmStub
 
 

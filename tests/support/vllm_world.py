@@ -17,8 +17,8 @@ from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
 
 FAKE = FakeConfig(vocab_size=32, slice_tokens=2, max_context_length=64, max_samplers=64)

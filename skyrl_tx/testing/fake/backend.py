@@ -23,14 +23,21 @@ from skyrl_tx.contract.passes import ScratchPass
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams, SamplingControls
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.contract.samples import MASK_WAIT_S, OpenSamples, select_ready
-from skyrl_tx.testing.fake import bigram, sampling
-from skyrl_tx.testing.fake.bigram import Pair
-from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.testing.fake.state import FakeSnapshot, State
+from skyrl_tx.testing.fake import FakeConfig
+from skyrl_tx.testing.fake.model import (
+    FakeSnapshot,
+    Pair,
+    State,
+    compute_gradient,
+    decode,
+    fresh_adapter,
+    log_softmax,
+    logits,
+)
 
 
 class FakeBackend(AbstractBackend):
-    """A bigram model in float64. See `bigram` for its numbers."""
+    """A bigram model in float64. See `model` for its numbers."""
 
     @override
     def __init__(self, base_model: str, config: BaseModel) -> None:
@@ -101,7 +108,7 @@ class FakeBackend(AbstractBackend):
     @override
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         self._compute()
-        self._put(model_id, State.fresh(spec, self._config.vocab_size))
+        self._put(model_id, State.untrained(fresh_adapter(spec.lora, self._config.vocab_size)))
 
     @override
     def delete_model(self, model_id: ModelId) -> None:
@@ -109,7 +116,7 @@ class FakeBackend(AbstractBackend):
 
     @override
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        return _FakePass(self._models, batch, backward, self._config, self._compute_step)
+        return _FakePass(batch, self._models, self._start_micro_batch, backward=backward)
 
     @override
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
@@ -148,7 +155,7 @@ class FakeBackend(AbstractBackend):
         for sample in select_ready(samples, time.monotonic() + MASK_WAIT_S):
             sampler = sample.request.sampler
             adapter = None if sampler is None else self._samplers[sampler]
-            deltas.append(sampling.decode(sample, adapter, config.vocab_size, config.slice_tokens))
+            deltas.append(decode(sample, adapter, config.vocab_size, config.slice_tokens))
         self._open.drop_ended()
         return deltas or [SampleDelta.make_empty(samples[0].request.request_id, samples[0].index)]
 
@@ -203,8 +210,8 @@ class FakeBackend(AbstractBackend):
         if self.is_lost:
             raise RuntimeError("INTERNAL: the fake device does not respond")
 
-    def _compute_step(self, delay_s: float) -> None:
-        self._compute(delay_s)
+    def _start_micro_batch(self) -> None:
+        self._compute(self._config.step_delay_s)
         self._num_steps += 1
 
     def _put(self, model_id: ModelId, state: State) -> None:
@@ -218,21 +225,20 @@ class _FakePass(ScratchPass[Pair]):
 
     def __init__(
         self,
-        models: dict[ModelId, State],
         batch: PreparedModelPassBatch,
+        models: dict[ModelId, State],
+        start_micro_batch: Callable[[], None],
+        *,
         backward: bool,
-        config: FakeConfig,
-        compute: Callable[[float], None],
     ) -> None:
         super().__init__(batch, micro_batch_tokens=1)
-        self._models = models
+        self.models = models
+        self._start_micro_batch = start_micro_batch
         self._backward = backward
-        self._config = config
-        self._compute = compute
 
     @override
     def compute(self, examples: Sequence[PassExample]) -> tuple[list[PassResult], Pair | None]:
-        self._compute(self._config.step_delay_s)
+        self._start_micro_batch()
         [example] = examples
         with np.errstate(all="ignore"):
             result, gradient = self._run_example(example)
@@ -240,14 +246,14 @@ class _FakePass(ScratchPass[Pair]):
 
     @override
     def commit(self, model_id: ModelId, gradient: Pair) -> None:
-        state = self._models[model_id]
+        state = self.models[model_id]
         with np.errstate(all="ignore"):
             total = gradient if state.gradient is None else state.gradient + gradient
-        self._models[model_id] = replace(state, gradient=total)
+        self.models[model_id] = replace(state, gradient=total)
 
     def _run_example(self, example: PassExample) -> tuple[PassResult, Pair | None]:
-        weights = self._models[example.model_id].weights
-        logprobs_TV = bigram.log_softmax(bigram.logits(example.tokens, weights, self._config.vocab_size))
+        weights = self.models[example.model_id].weights
+        logprobs_TV = log_softmax(logits(example.tokens, weights, len(weights.b_VR)))
         targets = example.loss_inputs["target_tokens"]
         targets_TK = targets.reshape(len(targets), -1)
         logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
@@ -258,4 +264,4 @@ class _FakePass(ScratchPass[Pair]):
         if not self._backward:
             return result, None
         d_logprobs_TK = value.slope.reshape(targets_TK.shape)
-        return result, bigram.gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)
+        return result, compute_gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)

@@ -9,8 +9,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.ids import ModelId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 CONFIG = FakeConfig(vocab_size=24, slice_tokens=4)
 BAD_TOKEN, CRASH_TOKEN = 22, 23

@@ -18,7 +18,7 @@ from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.state import FakeSnapshot
+from skyrl_tx.testing.fake.model import FakeSnapshot
 from tests.support.simulation.clients import Client, Model, Sent
 from tests.support.simulation.device import BAD_TOKEN, CONFIG, CRASH_TOKEN
 

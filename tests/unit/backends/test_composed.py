@@ -16,8 +16,8 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.state_files import CONFIG_FILE
 from skyrl_tx.integrations.vllm import SAMPLER
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_world import FAKE, World
 
 

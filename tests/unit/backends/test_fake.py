@@ -8,10 +8,9 @@ from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.loss_reference import LOSS_FUNCTIONS, evaluate
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.bigram import fresh_adapter, gradient, log_softmax, logits
-from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.testing.fake.sampling import make_distribution
+from skyrl_tx.testing.fake.model import compute_gradient, fresh_adapter, log_softmax, logits, make_distribution
 
 VOCAB = 8
 
@@ -46,7 +45,7 @@ def test_gradients_match_finite_differences(name):
     all_logprobs, logprobs = compute_logprobs()
     config = dict(LOSS_SPECS[name].config) | ({"kl_coeff": 0.3} if name == "stable_reinforce" else {})
     d_logprobs = evaluate(name, logprobs, inputs, config).slope
-    found = gradient(tokens, targets, d_logprobs[:, None], all_logprobs, adapter)
+    found = compute_gradient(tokens, targets, d_logprobs[:, None], all_logprobs, adapter)
 
     def surrogate():
         """Return the loss that autodiff differentiates, with detached factors held constant."""

@@ -16,8 +16,8 @@ from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
 from skyrl_tx.integrations.vllm import SAMPLER
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import VllmStub
 from tests.support.vllm_world import FAKE, World, request
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from skyrl_tx.contract.capabilities import plain_text
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 
 class VersionText(str):

@@ -13,8 +13,8 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, ModelPass
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.engine import prepare
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 OFFERED: Capabilities = replace(
     FakeBackend("fake", FakeConfig(vocab_size=64, max_context_length=512)).start(), offers_custom_losses=True

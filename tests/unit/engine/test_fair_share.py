@@ -23,7 +23,7 @@ from skyrl_tx.engine.admission import START, Admission, Decision, Wait
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit
-from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.fake import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.unit.engine.test_owners import ANN, BOB, ArrivalBackend, RecordingBackend, ask
 from tests.unit.engine.test_schedule import make_request, schedule

@@ -7,7 +7,7 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.state import FakeSnapshot
+from skyrl_tx.testing.fake.model import FakeSnapshot
 from tests.support.engine_harness import forward_backward, optim_step, sample
 
 

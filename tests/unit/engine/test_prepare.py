@@ -19,8 +19,8 @@ from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sampling_checks import check_params
 from skyrl_tx.server.http.responses import encode_pass
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import datum, forward_backward, sample
 
 CAPABILITIES = FakeBackend("tiny", FakeConfig(max_context_length=32)).start()

@@ -19,8 +19,8 @@ from skyrl_tx.engine.engine import Engine
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import RequestRow
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, optim_step, sample
 
 DAY_S = 86_400.0

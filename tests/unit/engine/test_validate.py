@@ -19,8 +19,8 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
 )
 from skyrl_tx.engine import prepare
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import SPEC, datum, forward_backward, sample
 
 CAPABILITIES = FakeBackend("tiny", FakeConfig(vocab_size=128, max_context_length=32, max_lora_rank=8)).start()

@@ -13,8 +13,8 @@ from skyrl_tx.engine.activity import LoopActivity, Watchdog, monitor_backend
 from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, forward_backward
 from tests.support.polling import until
 

@@ -14,13 +14,13 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_driver import STEP, BackendDriver, nearly_equal
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 
 BROKEN_SUITE = """
 from skyrl_tx.testing.backend_suite import BackendSuite
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.fake import FakeConfig
 
 
 class Broken(FakeBackend):

@@ -19,8 +19,8 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSession
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
 from skyrl_tx.store import checkpoints, completions, futures, models, sampling_sessions
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
     OWNER,
     SPEC,

@@ -29,8 +29,8 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.free_ports import free_ports
 from tests.support.polling import until
 

@@ -32,8 +32,8 @@ from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
 from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.launch.supervisor import make_engine_launch
 from skyrl_tx.process.setup import CannotServe
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.serve import read_settings
 from tests.support.ray_stub import StubActor, StubRay, run
 

@@ -23,8 +23,8 @@ from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.managed_server import find_command, make_serve_flags
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_world import World, draw, get_tokens, request
 
 ROOT = Path(__file__).resolve().parents[4]

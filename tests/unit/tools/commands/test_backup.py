@@ -15,7 +15,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.store import models
-from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.commands import backup
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step

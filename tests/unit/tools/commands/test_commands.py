@@ -17,8 +17,8 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.cli import main
 from tests.support.denied import deny_directory
 from tests.support.live_engine import live_engine
