@@ -33,7 +33,7 @@ from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
 from skyrl_tx.server.app import ROUTERS
-from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.monitoring import ApiMetrics
 from skyrl_tx.server.schemas.base import BODIES, WireModel
 from skyrl_tx.server.submission.loss_graph.torch_functions import FUNCTIONS, METHODS
 from skyrl_tx.tools.conformance.endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS, SdkEndpoint

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from skyrl_tx.engine.extension import EngineExtension
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
     from skyrl_tx.server.settings import ApiSettings
 
 Group = Literal["run", "weights", "administration", "diagnosis"]

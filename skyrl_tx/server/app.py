@@ -24,17 +24,15 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import listen
-from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.context import ApiContext, ErrorForm, ServerExtension
+from skyrl_tx.server.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.extension import ErrorForm, ServerExtension
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, compute_max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
-from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.monitoring.server_monitor import ServerMonitor
+from skyrl_tx.server.monitoring import ApiMetrics, ServerMonitor
 from skyrl_tx.server.routes import (
     downloads,
     futures,
@@ -48,8 +46,7 @@ from skyrl_tx.server.routes import (
 )
 from skyrl_tx.server.schemas.base import make_body_schemas
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.shares import Shares
-from skyrl_tx.server.stored_bytes import StoredBytes
+from skyrl_tx.server.shares import Shares, StoredBytes
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store.database import Store

@@ -1,6 +1,7 @@
-"""The components of the API process, and one HTTP request as the endpoints see it.
+"""The components of the API process, one HTTP request as the endpoints see it, and optional features.
 
-Endpoints declare a parameter of type `Incoming` or `IncomingData` to get an `ApiCall`.
+Endpoints declare a parameter of type `Incoming` or `IncomingData` to get an `ApiCall`. An optional
+feature extends the API process with a `ServerExtension`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypeVar, cast
+from typing import Annotated, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
-from fastapi import Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
 from sqlmodel import Session
+from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.extension import ServerExtension
 from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyLimits, read_body
 from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.server.identity.authentication import (
@@ -31,12 +34,10 @@ from skyrl_tx.server.identity.authentication import (
     authenticate_request,
     read_credential,
 )
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
-from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.monitoring import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.shares import HEAVY_BYTES, OwnerBudget, Shares
-from skyrl_tx.server.stored_bytes import StoredBytes
+from skyrl_tx.server.shares import HEAVY_BYTES, CountBytes, OwnerBudget, Shares, StoredBytes
 from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store.database import Store
@@ -62,7 +63,7 @@ class ApiContext:
     stored_bytes: StoredBytes
     uploads: Uploads
     metrics: ApiMetrics
-    extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
+    extensions: Mapping[str, ServerExtension]
     """The optional features by name."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
@@ -162,6 +163,46 @@ class ApiCall:
         Log other unknown fields.
         """
         self.context.unknown_fields.check(model, self.sdk_version)
+
+
+ErrorForm: TypeAlias = Callable[[Response, Exception], Response]
+"""Converts an error response with the body `{"detail": text}` to the format of another API."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerExtension:
+    """Routers, pages, error formats and callbacks of one optional feature."""
+
+    routers: Sequence[APIRouter] = ()
+    """Routers with their own prefixes, for example `APIRouter(prefix="/v1")`.
+
+    They are matched after the server's own routers, and before the 404 for unknown paths below
+    `/api/v1`.
+    """
+    pages: Callable[[ApiContext], Sequence[BaseRoute]] | None = None
+    """Returns routes that are not part of the OpenAPI document, such as web pages. Matched last."""
+    service: Callable[[ApiContext], object] | None = None
+    """Creates the component that the endpoints of the feature share.
+
+    The component is stored as `app.state.NAME`, where NAME is the name of the feature.
+    """
+    error_forms: Mapping[str, ErrorForm] = field(default_factory=dict[str, ErrorForm])
+    """Error formats by path prefix. For example, `/v1/` stands for all paths that start with it."""
+    admission: Callable[[Session, SessionId, float], None] | None = None
+    """Called as `admission(tx, session_id, now)` before a checkpoint is added to a session.
+
+    Runs in the transaction that adds the checkpoint. Raises UserError to refuse the checkpoint.
+    """
+    count_stored_bytes: CountBytes | None = None
+    """Returns how many bytes each owner has in the tables of the feature.
+
+    `StoredBytes` adds these bytes to the total of the owner, and refuses calls if the total is too
+    large.
+    """
+    on_telemetry: Callable[[ApiCall], None] | None = None
+    """Called with each request to `/telemetry`, in a thread, before the request is acknowledged."""
+    describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None
+    """Returns a line for the SDK to print when it creates a session, such as a URL."""
 
 
 async def get_context(request: Request) -> ApiContext:
@@ -270,7 +311,3 @@ IncomingData = Annotated[ApiCall, Depends(read_data, scope="function")]
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
-
-
-if TYPE_CHECKING:
-    from skyrl_tx.server.context import ApiCall, ApiContext

@@ -374,7 +374,7 @@ def test_running_call_is_not_refused_when_a_quota_is_used_up(
 
     monkeypatch.setattr(pauses, "find_wait_reason", find)
     monkeypatch.setattr("skyrl_tx.apps.chat.generation._CHECK_QUOTA_EVERY_S", 0.1)
-    monkeypatch.setattr("skyrl_tx.server.monitoring.engine_status._HEALTH_MAX_AGE_S", 0.0)
+    monkeypatch.setattr("skyrl_tx.server.engine_status._HEALTH_MAX_AGE_S", 0.0)
 
     def pause(tx: Session, *new: Pause) -> None:
         row = engine_state.get(tx)

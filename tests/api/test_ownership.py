@@ -82,7 +82,7 @@ class RowRequest:
 
 OPEN = {
     "GET openapi.json",  # describes the software, without user data
-    "GET metrics",  # needs no key from this machine, see tests/unit/server/monitoring/test_metrics.py
+    "GET metrics",  # needs no key from this machine, see tests/unit/server/test_monitoring.py
     "GET healthz",
     "GET livez",
     "GET trackio/version",

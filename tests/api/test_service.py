@@ -14,9 +14,9 @@ from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.process import signals
+from skyrl_tx.server import engine_status
+from skyrl_tx.server.engine_status import EngineHealth, EngineReport
 from skyrl_tx.server.identity import authentication
-from skyrl_tx.server.monitoring import engine_status
-from skyrl_tx.server.monitoring.engine_status import EngineHealth, EngineReport
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store

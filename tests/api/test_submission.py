@@ -12,8 +12,8 @@ import pytest
 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.server.routes import sampling as sampling_routes
-from skyrl_tx.server.submission import sampling, wire_pb2
+from skyrl_tx.server.routes import sampling
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
 from skyrl_tx.store import engine_state, sampling_sessions
 from skyrl_tx.store.tables import EngineStateRow, SamplingSessionRow
@@ -288,7 +288,7 @@ def test_a_waiting_ephemeral_save_reserves_its_sampling_session(server: Server) 
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_stored(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_routes, "_LARGE_BYTES", 2**10)
+    monkeypatch.setattr(sampling, "_LARGE_BYTES", 2**10)
     row = EngineStateRow(
         boot_id="boot",
         pid=1,

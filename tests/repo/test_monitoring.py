@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.exposition import render
-from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.monitoring import ApiMetrics
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

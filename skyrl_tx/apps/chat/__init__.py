@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
     from skyrl_tx.server.settings import ApiSettings
 
 
@@ -19,7 +19,7 @@ def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.chat.errors import convert_error_response
     from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers
     from skyrl_tx.apps.chat.service import ChatService
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
     openai_forms = {f"{prefix}/": partial(convert_error_response, "openai") for prefix in OPENAI_PREFIXES}
     return ServerExtension(

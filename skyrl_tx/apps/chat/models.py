@@ -11,9 +11,9 @@ from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.routes.weights import parse_sampler_path
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.server.submission.weights import parse_sampler_path
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.tables import CheckpointRow
 

@@ -17,8 +17,8 @@ from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.routes.sampling import check_stops
 from skyrl_tx.server.schemas.base import Int, List, WireModel
-from skyrl_tx.server.submission.sampling import check_stops
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
 _MAX_PROMPTS = 1024

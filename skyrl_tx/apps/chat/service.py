@@ -32,10 +32,9 @@ from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.routes import sampling
 from skyrl_tx.server.submission import submission
-from skyrl_tx.server.submission.sampling import set_logprobs
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import completions, engine_state, futures, sessions
@@ -304,7 +303,7 @@ class ChatService:
             # Repeat if the session ends between its lookup and the submission
             while submitted is None:
                 weights = request.weights
-                row = direct_sessions.find_or_create_sampling_session(
+                row = sampling.find_or_create_sampling_session(
                     store, caller, request.kind, weights.base_model, weights.path
                 )
 
@@ -318,7 +317,7 @@ class ChatService:
                     options=request.options,
                     is_private=request.is_private or UNSET,
                 )
-                params = set_logprobs(request.params, self.context.settings.sampled_logprobs)
+                params = sampling.set_logprobs(request.params, self.context.settings.sampled_logprobs)
                 complete = as_sent if params is request.params else replace(as_sent, params=params)
                 sample = Submission.from_request(complete, as_sent=as_sent)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.console.site import create_routes, describe_session
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
     return ServerExtension(
         pages=lambda context: [] if context.settings.no_console else create_routes(context),

@@ -8,12 +8,12 @@ from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.history import client_metrics, logged_metrics, routes, run_time, trackio
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
     return ServerExtension(
         routers=(routes.router, trackio.router),

@@ -10,13 +10,13 @@ from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.teams.admission import check_checkpoint
     from skyrl_tx.apps.teams.routes import router
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
     return ServerExtension(routers=(router,), admission=check_checkpoint)
 

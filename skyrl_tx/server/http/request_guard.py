@@ -25,7 +25,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.connections import ThrottledWarning, normalize_address
 from skyrl_tx.server.identity.scopes import API_PREFIX
-from skyrl_tx.server.monitoring.metrics import HttpGroups
+from skyrl_tx.server.monitoring import HttpGroups
 from skyrl_tx.server.settings import ApiSettings
 
 _log = logging.getLogger(__name__)

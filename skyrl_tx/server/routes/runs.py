@@ -17,7 +17,6 @@ from skyrl_tx.server.errors import not_found
 from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import ReadableRun, find_search_owners
-from skyrl_tx.server.schemas import unverified
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.server.submission.validation import check_ttl
@@ -96,8 +95,8 @@ def list_checkpoints(call: IncomingList, limit: Limit = 100, offset: Offset = 0)
 
 _SEARCH = partial(
     router.post,
-    response_model=unverified.CheckpointSearchResponse,
-    openapi_extra=describe_body(unverified.CheckpointSearchRequest),
+    response_model=schemas.CheckpointSearchResponse,
+    openapi_extra=describe_body(schemas.CheckpointSearchRequest),
 )
 
 
@@ -105,11 +104,11 @@ _SEARCH = partial(
 @_SEARCH("/search_checkpoints")  # the path is not in the reference pages of the SDK
 def search_checkpoints(call: IncomingList) -> Response:
     """Search checkpoints, newest first."""
-    request = call.body.parse_model(unverified.CheckpointSearchRequest)
+    request = call.body.parse_model(schemas.CheckpointSearchRequest)
     kind = next((kind for kind, name in _TYPES.items() if name == request.checkpoint_type), None)
     now = time.time()
 
-    def work(tx: Session) -> unverified.CheckpointSearchResponse:
+    def work(tx: Session) -> schemas.CheckpointSearchResponse:
         rows = checkpoints.iterate(
             tx,
             viewer=call.caller.owner_filter,
@@ -124,11 +123,11 @@ def search_checkpoints(call: IncomingList) -> Response:
 
         page = matches[: request.limit]
         last = page[-1][0] if len(matches) > len(page) else None
-        return unverified.CheckpointSearchResponse(
+        return schemas.CheckpointSearchResponse(
             checkpoints=[_describe_checkpoint(*row) for row in page],
             next_cursor=None
             if last is None
-            else unverified.CheckpointSearchCursor(
+            else schemas.CheckpointSearchCursor(
                 last_created_at=to_utc_time(last.created_at), last_checkpoint_uuid=str(last.path)
             ),
         )
@@ -136,7 +135,7 @@ def search_checkpoints(call: IncomingList) -> Response:
     return make_list_response(call.store.read(work), exclude_none=True)
 
 
-def _find_position(tx: Session, cursor: unverified.CheckpointSearchCursor) -> tuple[float, CheckpointPath]:
+def _find_position(tx: Session, cursor: schemas.CheckpointSearchCursor) -> tuple[float, CheckpointPath]:
     """Return the creation time and path of the last checkpoint of the previous page.
 
     The time is read from the database if possible, because the time in the cursor was rounded when

@@ -19,10 +19,10 @@ from skyrl_tx.server import uploads
 from skyrl_tx.server.context import ApiCall, ApiContext, IncomingImport, get_base_url, get_context
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.schemas import unverified as schemas
+from skyrl_tx.server.routes.weights import UPLOADED
+from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.server.submission.validation import require
-from skyrl_tx.server.submission.weights import UPLOADED
 from skyrl_tx.server.uploads import Upload
 from skyrl_tx.store import audit, checkpoints, engine_state, imported_runs, manifests, models
 from skyrl_tx.store.tables import CheckpointRow

@@ -1,36 +1,61 @@
-"""Endpoints to save, load, copy and describe weights."""
+"""Endpoints to save, load, copy and describe weights.
+
+The `translate` functions translate saves and loads from the wire to the contract.
+"""
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from sqlmodel import Session
 
+from skyrl_tx.artifacts import encryption
+from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
+from skyrl_tx.contract.ids import (
+    ArtifactId,
+    CheckpointKind,
+    CheckpointPath,
+    ModelId,
+    SessionId,
+    checkpoint_name,
+    sampling_session_id,
+)
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.routes.training import read_optimizer_kind
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, describe_body
 from skyrl_tx.server.schemas.training import FutureHandle, OptimizerConfig
-from skyrl_tx.server.submission import submission, weights
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission import submission
 from skyrl_tx.server.submission.submission import Submission, submit_json
-from skyrl_tx.server.submission.validation import check_ttl
+from skyrl_tx.server.submission.validation import check_ttl, quote_value, require
 from skyrl_tx.store import audit, checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
 
+UPLOADED = "uploaded"
+"""The name of uploaded external weights. Clients can train and sample from them."""
+_INFLIGHT = "inflight"
+_DIGEST_SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
+"""Replaces the spec of a checkpoint in the idempotency digest of a load.
+
+It must never change, because digests are stored.
+"""
 _FINISH_REASON = "success: made by copy_weights"
 
 
 @router.post("/save_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.SaveWeightsRequest))
 def save_weights(call: Incoming) -> FutureHandle:
     """Queue a save of weights and optimizer state under a name."""
-    return submit_json(call, "save_weights", schemas.SaveWeightsRequest, weights.translate_save_weights)
+    return submit_json(call, "save_weights", schemas.SaveWeightsRequest, translate_save_weights)
 
 
 @router.post(
@@ -46,7 +71,7 @@ def save_weights_for_sampler(call: Incoming) -> FutureHandle:
         call,
         "save_weights",
         schemas.SaveWeightsForSamplerRequest,
-        lambda schema: weights.translate_save_weights_for_sampler(schema, session_id),
+        lambda schema: translate_save_weights_for_sampler(schema, session_id),
     )
 
 
@@ -57,9 +82,7 @@ def save_weights_for_sampler(call: Incoming) -> FutureHandle:
 )
 def save_weights_external(call: Incoming) -> FutureHandle:
     """Queue a save of weights for download, in the PEFT layout."""
-    return submit_json(
-        call, "save_weights", schemas.SaveWeightsExternalRequest, weights.translate_save_weights_external
-    )
+    return submit_json(call, "save_weights", schemas.SaveWeightsExternalRequest, translate_save_weights_external)
 
 
 @router.post("/load_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.LoadWeightsRequest))
@@ -75,7 +98,7 @@ def load_weights(call: Incoming) -> FutureHandle:
         # Find the checkpoint in the transaction that stores the request, which keeps its files.
         def translate(schema: schemas.LoadWeightsRequest) -> Submission:
             readers = call.list_readers(tx, schema.weights_access_token)
-            return weights.translate_load_weights(tx, readers, schema, call.settings, time.time())
+            return translate_load_weights(tx, readers, schema, call.settings, time.time())
 
         load = submission.from_json("load_weights", schemas.LoadWeightsRequest, request, translate, call.check_unknown)
         if isinstance(ids, ModelRequestIds):
@@ -216,3 +239,117 @@ def _copy(
     )
     checkpoints.put(tx, row, overwrite=False)
     return True
+
+
+def translate_save_weights(request: schemas.SaveWeightsRequest) -> Submission:
+    """Translate a save of weights and optimizer state under a name (a training checkpoint)."""
+    require(request.path is not None, "path: missing; a training checkpoint needs a name")
+    save = _make_save(request, CheckpointKind.TRAINING)
+    return Submission.from_request(replace(save, overwrite=request.overwrite, user_metadata=request.user_metadata))
+
+
+def translate_save_weights_for_sampler(
+    request: schemas.SaveWeightsForSamplerRequest, session_id: SessionId
+) -> Submission:
+    """Translate a save of weights to sample from.
+
+    A request with a path saves a named checkpoint. A request without a path saves an ephemeral
+    sampler of the model's session.
+    """
+    is_inflight = request.kind == _INFLIGHT
+    require(
+        is_inflight or request.kind == "snapshot", f"kind {quote_value(request.kind)}: must be 'snapshot' or 'inflight'"
+    )
+    require(
+        not is_inflight or request.path is None,
+        f"kind 'inflight': path {quote_value(request.path)} names weights that never change; leave it out",
+    )
+
+    as_sent = _make_save(request, CheckpointKind.SAMPLER)
+    as_sent = replace(as_sent, is_inflight=is_inflight, user_metadata=request.user_metadata)
+    if request.path is not None:
+        return Submission.from_request(as_sent)
+
+    # An ephemeral sampler. A client increments sampling_session_seq_id with each retry, so the
+    # digest does not cover it, and a retry gets the sampling session of the first POST
+    # (SDK 0.38, training_client.py).
+    seq_id = request.sampling_session_seq_id
+    if seq_id is None:
+        raise UserError("path: missing, and sampling_session_seq_id too; one of them must name the saved weights")
+    save = replace(as_sent, sampling_session_id=sampling_session_id(session_id, seq_id))
+    return Submission.from_request(save, as_sent=as_sent)
+
+
+def translate_save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submission:
+    """Translate a save for download, which must have a name."""
+    require(request.path is not None, "path: missing; external weights need a name")
+    recipients = tuple(request.age_encryption_recipients or ())
+    encryption.parse_recipients(recipients, "age_encryption_recipients")  # the client, not the engine, gets the error
+    return Submission.from_request(replace(_make_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
+
+
+def _make_save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.SaveWeights:
+    return requests.SaveWeights(
+        kind=kind.value,
+        name=None if request.path is None else checkpoint_name(request.path),
+        ttl_s=check_ttl(request.ttl_seconds, "ttl_seconds"),
+    )
+
+
+def translate_load_weights(
+    tx: Session, readers: Sequence[Principal], request: schemas.LoadWeightsRequest, settings: ApiSettings, now: float
+) -> Submission:
+    """Translate a load of a checkpoint.
+
+    The checkpoint is found in the transaction that stores the request. The digest covers the path,
+    but not the content of the checkpoint. So a retry returns the first future even if the
+    checkpoint was replaced or deleted in the meantime.
+    """
+    read_optimizer_kind(request.optimizer_config)
+    path = parse_training_path(request.path)
+
+    load = partial(
+        requests.LoadWeights,
+        path=str(path),
+        optimizer=request.optimizer,
+        create=request.model_id is None,
+        base_model=None if request.base_model is None else settings.resolve_model_name(request.base_model),
+    )
+    as_sent = load(artifact_id=ArtifactId(""), spec=_DIGEST_SPEC)
+
+    try:
+        checkpoint, maker = access.find_saved_weights(tx, readers, path, now)
+    except UserError as error:
+        return Submission.from_error("load_weights", error.message, as_sent=as_sent)
+    spec = access.decode_spec(maker)
+    own = None if request.model_id is None else models.get(tx, ModelId(request.model_id))
+    if own is not None:  # a replay loads with this spec
+        spec = replace(spec, shares_prefixes=access.decode_spec(own).shares_prefixes)
+    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=spec)
+    return Submission.from_request(request_to_store, as_sent=as_sent, base_model=maker.base_model)
+
+
+def parse_training_path(text: str) -> CheckpointPath:
+    """Parse the path of a training checkpoint. Raises UserError for other kinds."""
+    path = CheckpointPath.parse(text)
+    require(
+        path.kind is CheckpointKind.TRAINING or _is_uploaded(path),
+        f"path {quote_value(text)}: holds no optimizer state to train from; "
+        "save with save_state to get a weights/ path",
+    )
+    return path
+
+
+def parse_sampler_path(text: str) -> CheckpointPath:
+    """Parse the path of a checkpoint to sample from. Raises UserError for other kinds."""
+    path = CheckpointPath.parse(text)
+    require(
+        path.kind is CheckpointKind.SAMPLER or _is_uploaded(path),
+        f"model_path {quote_value(text)}: is not for sampling; "
+        "save with save_weights_for_sampler to get a sampler_weights/ path",
+    )
+    return path
+
+
+def _is_uploaded(path: CheckpointPath) -> bool:
+    return path.kind is CheckpointKind.EXTERNAL and path.name == UPLOADED

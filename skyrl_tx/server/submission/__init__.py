@@ -1,6 +1,6 @@
-"""Translates wire messages to requests of the contract, and stores them. No other package does.
+"""Shared parts of the endpoints for queued requests: checks, tensors, provenance, and storing requests.
 
-Checks everything that does not depend on the backend. UserError names the wrong field and its
-value. Draws the seeds that the client left open, so that replaying a stored request gives the same
-result.
+Translating a request checks everything that does not depend on the backend. UserError names the
+wrong field and its value. The seeds that the client left open are drawn, so that replaying a stored
+request gives the same result.
 """

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
+from skyrl_tx.server.routes import training
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.schemas.training import ForwardBackwardRequest
-from skyrl_tx.server.submission import training, wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.submission import Submission, from_json
 from skyrl_tx.server.submission.tensors import DenseBudget, from_proto
 from tests.support.fuzz.reports import Finding, Tally

@@ -13,8 +13,8 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.engine import handlers
 from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts
+from skyrl_tx.server.engine_status import AdmissionControl
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import checkpoints, futures, models
 from skyrl_tx.store.tables import CheckpointRow
 

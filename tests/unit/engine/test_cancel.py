@@ -11,9 +11,9 @@ from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
+from skyrl_tx.server import engine_status
+from skyrl_tx.server.engine_status import AdmissionControl
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.monitoring import engine_status
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import completions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 from skyrl_tx.store.futures import SubmittedRequest

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_tx.engine.metrics import StatusPublisher
 from skyrl_tx.process.progress import ByteProgress
-from skyrl_tx.server.monitoring.engine_status import EngineHealth
+from skyrl_tx.server.engine_status import EngineHealth
 from skyrl_tx.store.database import Store
 
 

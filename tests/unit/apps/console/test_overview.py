@@ -14,8 +14,8 @@ from skyrl_tx.apps.console.overview import (
 from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.monitoring.engine_status import EngineReport
-from skyrl_tx.server.monitoring.server_monitor import read_gauges
+from skyrl_tx.server.engine_status import EngineReport
+from skyrl_tx.server.monitoring import read_gauges
 
 
 def test_rates_are_tokens_a_second_of_the_last_buckets() -> None:

@@ -9,8 +9,8 @@ from msgspec import UNSET
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
+from skyrl_tx.server.routes import training
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.submission import training
 from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, find_sampled_spans, read_provenance
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.store.recorded_logprobs import SampledLogprobs

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.routes.training import datum_from_json
 from skyrl_tx.server.schemas.training import AsampleRequest, WireDatum
 from skyrl_tx.server.submission.tensors import DenseBudget
-from skyrl_tx.server.submission.training import datum_from_json
 from skyrl_tx.server.submission.validation import UnknownFields
 
 SAMPLE: dict[str, Any] = {"prompt": {"chunks": []}, "sampling_params": {"max_tokens": 1}}

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.server import engine_status
+from skyrl_tx.server.engine_status import AdmissionControl, EngineHealth, EngineReport
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.monitoring import engine_status
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth, EngineReport
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
