@@ -1,7 +1,7 @@
-"""The files of an artifact and their manifest.
+"""The files of an artifact, their manifest, and their encryption.
 
 `seal` hashes the files and writes the manifest. `verify` compares the files with the manifest.
-Files may be encrypted, see `skyrl_tx.artifacts.encryption`.
+`encrypt_files` encrypts the files for age recipients (age-encryption.org/v1) before they are sealed.
 """
 
 import errno
@@ -13,17 +13,20 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pyrage
 
-from skyrl_tx.artifacts.encryption import ENCRYPTED_SUFFIX
-from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint
 
 ARTIFACT_ID = re.compile(r"art-[0-9a-f]{32}")
 MANIFEST = "manifest.json"
-_SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
+_ENCRYPTED_SUFFIX = ".age"
+_SUFFIXES = frozenset({".safetensors", ".json", _ENCRYPTED_SUFFIX})
+_age: Any = pyrage  # the extension is untyped
 Stamp = Mapping[str, tuple[int, int, int]]
 """Inode, size and modification time of each file. If they are unchanged, so is the file."""
 
@@ -256,3 +259,30 @@ def _read_stamp(path: Path, names: Collection[str]) -> Stamp | None:
     except OSError:
         return None
     return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses.items()}
+
+
+def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
+    """Replace each file in a directory by an encrypted file with the additional suffix `.age`."""
+    keys = parse_recipients(recipients)
+    for path in [path for path in directory.rglob("*") if path.is_file()]:
+        _age.encrypt_file(str(path), f"{path}{_ENCRYPTED_SUFFIX}", keys)
+        path.unlink()
+
+
+def parse_recipients(recipients: Collection[str]) -> list[Any]:
+    """Parse age or SSH public keys. Raises UserError for anything else."""
+    keys: list[Any] = []
+    for text in recipients:
+        if text.upper().startswith("AGE-SECRET-KEY-"):  # the error must not quote it, because errors are stored
+            raise UserError(
+                "age_encryption_recipients: contains a secret key; pass the public key (age1…) instead, which "
+                "`age-keygen -y` prints"
+            )
+        kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
+        try:
+            keys.append(kind.from_str(text))
+        except _age.RecipientError as error:
+            raise UserError(
+                f"age_encryption_recipients {text[:100]!r}: neither an age1… nor an SSH public key ({error})"
+            ) from error
+    return keys

@@ -12,7 +12,7 @@ from skyrl_tx.contract.results import Result
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.pauses import Pause
+from skyrl_tx.store.engine_state import Pause
 
 
 @dataclass(frozen=True, slots=True)

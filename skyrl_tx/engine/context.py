@@ -24,8 +24,8 @@ from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 FATAL_ERRORS = (BackendLost, StoreError)

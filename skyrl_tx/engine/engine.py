@@ -38,9 +38,9 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.process.signals import ServiceThread
-from skyrl_tx.store import completions, engine_state, futures, identity, leases
+from skyrl_tx.store import completions, engine_state, futures, identity, placement
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.pauses import Pause
+from skyrl_tx.store.engine_state import Pause
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
@@ -201,7 +201,7 @@ class Engine:
         Raises UserError if the artifacts belong to another database.
         """
         identity.check_artifacts(self.store, self.artifacts)
-        if not self.store.write(leases.become_keeper):
+        if not self.store.write(placement.become_keeper):
             return
 
         # Write the identity, and report artifacts that the database does not know.

@@ -16,9 +16,8 @@ from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.store import sampling_sessions
+from skyrl_tx.store import StoreUnreachable, sampling_sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreUnreachable
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import msgspec
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
-from skyrl_tx.artifacts.encryption import encrypt_files
+from skyrl_tx.artifacts.files import encrypt_files
 from skyrl_tx.contract import results
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch

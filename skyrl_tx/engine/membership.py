@@ -22,7 +22,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import engine_state, leases, models, placement
+from skyrl_tx.store import engine_state, models, placement
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import EngineStateRow
 
@@ -70,7 +70,7 @@ def check_same_base(store: Store, base_model_hash: str) -> None:
         return
 
     def list_running(tx: Session) -> list[EngineStateRow]:
-        running = leases.get_holders(tx).keys() - {store.engine_number}
+        running = placement.get_running(tx).keys() - {store.engine_number}
         return [row for row in engine_state.list_engines(tx) if row.number in running]
 
     for row in store.read(list_running):
@@ -85,7 +85,7 @@ def check_same_base(store: Store, base_model_hash: str) -> None:
 
 def _find_ready_engines(tx: Session) -> set[int]:
     """Return the numbers of the running engines that execute requests."""
-    running, now = leases.get_holders(tx).keys(), engine_state.get_shared_time(tx)
+    running, now = placement.get_running(tx).keys(), engine_state.get_shared_time(tx)
     return {row.number for row in engine_state.list_engines(tx) if engine_state.is_ready(row, now)} & running
 
 
@@ -169,7 +169,7 @@ class Membership:
         # Take over from engines that have ended.
         gap_s, self._checked_at = now - self._checked_at, now
         ended, rows, holders = store.read(
-            lambda tx: (placement.find_ended(tx), engine_state.list_engines(tx), leases.get_holders(tx))
+            lambda tx: (placement.find_ended(tx), engine_state.list_engines(tx), placement.get_running(tx))
         )
         for number in sorted(ended - {store.engine_number}):
             if now >= self._waiting_until.get(number, 0.0):
@@ -194,7 +194,7 @@ class Membership:
         The first engine that asks keeps this role.
         """
         if not self._is_keeper:
-            self._is_keeper = not self.context.store.is_shared or self.context.store.write(leases.become_keeper)
+            self._is_keeper = not self.context.store.is_shared or self.context.store.write(placement.become_keeper)
         return self._is_keeper
 
     def discard_ended_models(self) -> None:
@@ -216,7 +216,8 @@ class Membership:
 
         def work(tx: Session) -> placement.MoveResult:
             ready = _find_ready_engines(tx) | {self.context.store.engine_number}
-            return placement.move(tx, number, sorted(ready)) if leases.take(tx, number) else placement.MoveResult()
+            is_ended = placement.take_lease(tx, number)
+            return placement.move(tx, number, sorted(ready)) if is_ended else placement.MoveResult()
 
         moved = self.context.store.write(work)
         _log_move(number, moved)
@@ -234,7 +235,7 @@ class Membership:
             )
             _log.error(silence, row.number, row.pid, row.host, now - last.since)
             # Read, because the stuck engine may hold the write lock.
-            self.context.store.read(lambda tx: leases.revoke(tx, pid))
+            self.context.store.read(lambda tx: placement.revoke_lease(tx, pid))
 
     def _balance_models(self) -> None:
         """Give one idle model to an engine that has fewer models, for example to a new engine."""

@@ -33,10 +33,9 @@ from skyrl_tx.engine.activity import Watchdog
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.process.progress import get_progress
 from skyrl_tx.process.signals import ServiceThread
-from skyrl_tx.store import engine_state
+from skyrl_tx.store import StoreError, StoreUnreachable, engine_state
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreUnreachable
-from skyrl_tx.store.pauses import Pause
+from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 
 _log = logging.getLogger(__name__)

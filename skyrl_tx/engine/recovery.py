@@ -25,9 +25,8 @@ from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import futures, models
+from skyrl_tx.store import StoreUnreachable, futures, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, 
 from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import futures, models
+from skyrl_tx.store import StoreError, futures, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import PendingRequest, StoredRequest
 
 _log = logging.getLogger(__name__)

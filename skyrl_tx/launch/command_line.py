@@ -28,10 +28,9 @@ from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.text import format_bytes, make_line, parse_seconds
-from skyrl_tx.store import audit, checkpoints
+from skyrl_tx.store import StoreError, audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import CheckpointRow
 
 Record = dict[str, object]

@@ -11,9 +11,8 @@ from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.setup import CannotServe
-from skyrl_tx.store import checkpoints, keys, models
+from skyrl_tx.store import StoreError, checkpoints, keys, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.process.signals import EXIT_STATUS
-from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store import StoreError, StoreInUse, StoreUnreachable
 
 _log = logging.getLogger(__name__)
 

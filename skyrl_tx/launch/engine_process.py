@@ -56,9 +56,8 @@ from skyrl_tx.process.signals import (
     end_process_on_failure,
     handle_signals,
 )
-from skyrl_tx.store import engine_state, futures
+from skyrl_tx.store import StoreBlocked, StoreError, engine_state, futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError
 from skyrl_tx.store.notices import record_notices
 from skyrl_tx.store.writer import RetryPolicy
 

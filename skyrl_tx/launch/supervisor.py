@@ -49,9 +49,8 @@ from skyrl_tx.process.memory import ENGINES_ON_HOST
 from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_interpreter
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
-from skyrl_tx.store import checkpoints, futures, keys, models
+from skyrl_tx.store import StoreBlocked, StoreError, StoreUnreachable, checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 
 _log = logging.getLogger(__name__)

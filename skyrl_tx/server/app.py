@@ -49,8 +49,8 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import Shares, StoredBytes
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.server.uploads import Uploads
+from skyrl_tx.store import StoreError, ValueRefused
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75

@@ -16,9 +16,8 @@ from fastapi.concurrency import run_in_threadpool
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad, collect_pauses
 from skyrl_tx.store.futures import SubmittedRequest
-from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5

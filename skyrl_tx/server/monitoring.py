@@ -24,11 +24,10 @@ from skyrl_tx.server.http.long_poll import ResultWatcher
 from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.uploads import Uploads
-from skyrl_tx.store import engine_state, totals
+from skyrl_tx.store import StoreError, engine_state, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.pauses import collect_pauses
+from skyrl_tx.store.engine_state import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
 

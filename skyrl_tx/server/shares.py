@@ -29,8 +29,8 @@ from sqlmodel import Session
 
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.errors import ApiError, Refusal
+from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.totals import count_stored_bytes
 
 _MAX_WAIT_S = 20.0

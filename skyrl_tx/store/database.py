@@ -10,25 +10,26 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
-from sqlalchemy import URL, ColumnElement, CursorResult, Engine, Executable, bindparam, make_url
+from sqlalchemy import URL, ColumnElement, Connection, CursorResult, Engine, Executable, bindparam, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Mapped
+from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.artifacts.location import write_note
+from skyrl_tx.process.paths import make_private
+from skyrl_tx.store import StoreError
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
-from skyrl_tx.store.errors import StoreError, StoreInUse
-from skyrl_tx.store.private_files import make_private
 from skyrl_tx.store.schema import check_schema, upgrade_without_servers
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.writer import GroupWriter, RetryPolicy, translate_refusal
-
-__all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
 T = TypeVar("T")
 RowT = TypeVar("RowT", bound=SQLModel)
@@ -39,6 +40,11 @@ _MAX_IDS = 1024
 
 _DATABASE_NOTE = "database"
 """File in the data directory that names an external database, to detect a wrong URL."""
+_PRIVATE_NAMES = (
+    *("signing.key", "artifacts", "artifact-cache", "artifacts.url", _DATABASE_NOTE),
+    *("api.lock", "engine.lock", "schema.lock", "checked.lock"),
+)
+"""Files and directories in the data directory that other users cannot access."""
 
 
 class Store:
@@ -108,7 +114,7 @@ class Store:
                 # Prepare the data directory and take the role.
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_database(data_dir, dialect.name)
-                make_private(data_dir, dialect.files)
+                make_private(data_dir, [*dialect.files, *(data_dir / name for name in _PRIVATE_NAMES)])
 
                 # Prepare the tables before this process has its role: servers that start at the
                 # same time must not prevent each other's migration. SQLite's lock does not cover
@@ -402,3 +408,73 @@ def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object]
         if result.returns_rows:
             rows.extend(result)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _CompiledStatement:
+    """A statement that was compiled for one kind of database."""
+
+    text: str
+    constants: Mapping[str, Any]
+    positions: Sequence[str] | None
+    """Names of the values in the driver's order; None if the driver takes values by name."""
+
+    def values(self, named: Mapping[str, Any]) -> Any:
+        if self.positions is not None:
+            constants = self.constants
+            return tuple([named[name] if name in named else constants[name] for name in self.positions])
+        return {**self.constants, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStatement:
+    """A statement without result rows that runs for every result.
+
+    SQLAlchemy compiles it once. Each execution then sends the text and the values to the driver,
+    and bypasses SQLAlchemy's work per execution. An insert of eleven columns takes 28 microseconds
+    instead of 75 with `execute`. Values are passed to the driver unchanged, so they must be numbers,
+    text, bytes or None.
+    """
+
+    build: Callable[[str], Executable]
+    """Builds the statement for a kind of database, `sqlite` or `postgresql`."""
+    columns: Sequence[str]
+    """Names of all values."""
+    _statements: dict[str, _CompiledStatement] = field(default_factory=dict[str, _CompiledStatement])
+
+    def execute(self, tx: Session, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> CursorResult[Any]:
+        """Execute the statement, once for each mapping.
+
+        Like `execute`, flushes changed objects first.
+        """
+        tx.flush()
+        connection = tx.connection()
+        statement = self._statements.get(connection.dialect.name) or self._compile(connection)
+        if isinstance(values, Mapping):
+            return connection.exec_driver_sql(statement.text, statement.values(values))
+        return connection.exec_driver_sql(statement.text, [statement.values(row) for row in values])
+
+    def _compile(self, connection: Connection) -> _CompiledStatement:
+        dialect = connection.dialect
+        compiled = self.build(dialect.name).compile(dialect=dialect, column_keys=list(self.columns))  # pyright: ignore
+        assert isinstance(compiled, SQLCompiler)
+        variables = set(self.columns)
+        constants = {name: value for name, value in compiled.params.items() if name not in variables}
+        statement = _CompiledStatement(str(compiled), constants, compiled.positiontup)
+        self._statements[dialect.name] = statement
+        return statement
+
+
+def make_upsert_builder(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
+    """Return the builder of an upsert.
+
+    The statement inserts a row. If a row with the same key exists, the statement adds the values of
+    the columns `sums` to the existing row instead.
+    """
+
+    def build(database: str) -> Executable:
+        row = (sqlite.insert if database == "sqlite" else postgresql.insert)(table)
+        added = {name: getattr(table, name) + getattr(row.excluded, name) for name in sums}
+        return row.on_conflict_do_update(index_elements=list(key), set_=added)
+
+    return build

@@ -19,9 +19,8 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.process.paths import describe_owner, explain_os_error, find_blocker
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
-from skyrl_tx.store.private_files import open_private
+from skyrl_tx.process.paths import describe_owner, explain_os_error, find_blocker, open_private
+from skyrl_tx.store import StoreBlocked, StoreError, StoreInUse
 
 T = TypeVar("T")
 Role = Literal["api", "engine", "tool"]
@@ -36,6 +35,13 @@ SILENT_S = 10.0
 For example, SIGSTOP may have stopped it. A running API process reads the database at least once a
 second.
 """
+
+LOCK_CLASS = 0x736B7478
+"""First key of PostgreSQL's advisory locks that concern the whole database."""
+ENGINE_CLASS = LOCK_CLASS + 1
+"""First key of the leases of engines, see `placement`. The second key is the engine's number."""
+ENGINE_CHANNEL = "skyrl_tx_engine"
+"""PostgreSQL's channel for notifications to all engines."""
 
 Failure = tuple[type[StoreError], str]
 """Error class and message for one kind of failure."""

@@ -33,8 +33,7 @@ from sqlalchemy import (
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared_statements import PreparedStatement
+from skyrl_tx.store.database import PreparedStatement, execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")

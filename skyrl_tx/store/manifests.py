@@ -1,4 +1,4 @@
-"""Checkpoint metadata in the manifests of artifacts, to restore lost database rows.
+"""Checkpoint metadata in the manifests of artifacts, to restore lost database rows, and imported runs.
 
 The engine writes the metadata with each artifact. Later changes are stored in the database only,
 for example a new time to live, publication, a copy of the checkpoint or another owner. A restored
@@ -6,7 +6,7 @@ checkpoint is never public.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -202,3 +202,53 @@ def _parse_spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> Model
     is_known = any(present & group for group in _GROUPS.values())
     trained = {field: bool(present & group) or not is_known for field, group in _GROUPS.items()}
     return ModelSpec(lora=LoraSpec(rank=rank, seed=0, **trained))
+
+
+def import_run(
+    tx: Session,
+    artifact: Artifact,
+    *,
+    session_id: SessionId,
+    owner: str,
+    base_model: str,
+    spec: ModelSpec,
+    kinds: Sequence[CheckpointKind],
+    name: str,
+    created_by: str,
+    now: float,
+    project_id: str | None = None,
+    key_id: int | None = None,
+) -> list[CheckpointPath]:
+    """Store a finished session with one run, and a checkpoint of each kind that shares one artifact.
+
+    Returns the paths of the checkpoints.
+    """
+    sessions.create(
+        tx, owner=owner, tags=["import"], now=now, session_id=session_id, project_id=project_id, key_id=key_id
+    )
+    sessions.finish(tx, session_id, "success", now)
+    run = ModelRow(
+        model_id=ids.model_id(session_id, 0),
+        session_id=session_id,
+        base_model=base_model,
+        spec=codec.encode(spec),
+        user_metadata={"created_by": created_by},
+        status="unloaded",
+        created_at=now,
+        last_request_at=now,
+    )
+    models.create(tx, run)
+
+    # The checkpoints.
+    paths = [CheckpointPath(run.model_id, kind, name) for kind in kinds]
+    for path in paths:
+        row = CheckpointRow(
+            model_id=run.model_id,
+            kind=path.kind,
+            name=name,
+            artifact_id=artifact.artifact_id,
+            created_at=now,
+            size_bytes=artifact.size_bytes,
+        )
+        checkpoints.put(tx, row, overwrite=False)
+    return paths

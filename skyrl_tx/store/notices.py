@@ -13,8 +13,8 @@ from sqlalchemy import delete, func, insert, select
 from sqlmodel import Session, col
 
 from skyrl_tx.process.signals import ServiceThread
+from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store, execute
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import NoticeRow, ProcessName
 
 MAX_NOTICES = 1000

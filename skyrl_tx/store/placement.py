@@ -5,6 +5,12 @@ open requests are moved to the other engines in one transaction. Their new engin
 models from snapshot and log, as after a crash. Engines read requests in the order of
 `RequestRow.position`. A moved request gets a new, higher position, so its new engine reads it like
 a new request.
+
+Leases show which engines are running. A lease is a PostgreSQL advisory lock, so no clock is
+involved. Each engine holds the lock of its number on its write connection, and never reconnects
+this connection. If the lock is free, the engine can no longer commit anything, because PostgreSQL
+rolls back the transaction of a lost connection before it releases the locks of the connection. With
+SQLite there is only engine 1 and no lease.
 """
 
 from collections import Counter
@@ -15,8 +21,9 @@ from sqlalchemy import bindparam, func, select, text, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store import engine_state, leases, models
+from skyrl_tx.store import engine_state, models
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.dialect import ENGINE_CHANNEL, ENGINE_CLASS, LOCK_CLASS
 from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
@@ -30,6 +37,58 @@ Then they move as well.
 _MAX_MOVED_ATTEMPTS = 1
 """A request that was started more often may have caused the end of its engine, see `move`."""
 _LIVE = ("creating", "ready")
+_KEEPER_LOCK = 4
+"""Second key of the lock of the keeper, the engine that removes old data for all engines."""
+
+_LEASE_HOLDERS = text(
+    "SELECT objid::int, pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND classid = :class"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+_TAKE_LEASE = text("SELECT pg_try_advisory_xact_lock(:class, :number)")
+_BECOME_KEEPER = text("SELECT pg_try_advisory_lock(:class, :number)")
+_TERMINATE = text("SELECT pg_terminate_backend(:pid)")
+_NOTIFY_ENGINES = text(f"NOTIFY {ENGINE_CHANNEL}")
+
+
+def get_running(tx: Session) -> dict[int, int]:
+    """Return the PostgreSQL process id of each running engine's connection, by engine number."""
+    return dict(tx.connection().execute(_LEASE_HOLDERS, {"class": ENGINE_CLASS}).all())
+
+
+def take_lease(tx: Session, number: int) -> bool:
+    """Take the lease of a number until the end of the transaction, and return whether it was free.
+
+    No engine can start with this number during the transaction.
+    """
+    return tx.connection().execute(_TAKE_LEASE, {"class": ENGINE_CLASS, "number": number}).scalar_one()
+
+
+def become_keeper(tx: Session) -> bool:
+    """Make this engine the keeper, which removes old data.
+
+    Return False if another engine is the keeper. The engine stays the keeper until it exits. With
+    SQLite the only engine is always the keeper.
+    """
+    connection = tx.connection()
+    if connection.dialect.name != "postgresql":
+        return True
+    return connection.execute(_BECOME_KEEPER, {"class": LOCK_CLASS, "number": _KEEPER_LOCK}).scalar_one()
+
+
+def revoke_lease(tx: Session, pid: int) -> None:
+    """Close the connection of a stuck engine.
+
+    The engine loses its lease and cannot commit anything afterwards.
+    """
+    tx.connection().execute(_TERMINATE, {"pid": pid})
+
+
+def notify_engines(tx: Session) -> None:
+    """Wake all engines when the transaction commits.
+
+    Other commits of an engine wake only the API processes.
+    """
+    tx.connection().execute(_NOTIFY_ENGINES)
 
 
 def choose_engine(tx: Session) -> int:
@@ -77,7 +136,7 @@ _ENGINES_WITH_WORK = (
 
 def find_ended(tx: Session) -> set[int]:
     """Return the engine numbers with models or open requests whose engine is not running."""
-    return {number for (number,) in execute(tx, _ENGINES_WITH_WORK)} - leases.get_holders(tx).keys()
+    return {number for (number,) in execute(tx, _ENGINES_WITH_WORK)} - get_running(tx).keys()
 
 
 @dataclass(slots=True)
@@ -188,7 +247,7 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
         moved.num_requests += 1
 
     if moved.models or moved.num_requests:
-        leases.notify_engines(tx)
+        notify_engines(tx)
     return moved
 
 
@@ -211,12 +270,12 @@ def give_sample_requests(tx: Session, giver: int, to: int, positions: Sequence[i
         positions: Positions of the requests.
     """
     row, now = tx.get(EngineStateRow, to), engine_state.get_shared_time(tx)
-    if row is None or not engine_state.is_ready(row, now) or to not in leases.get_holders(tx):
+    if row is None or not engine_state.is_ready(row, now) or to not in get_running(tx):
         return []
     if execute(tx, _ANY_OPEN_BY_ENGINE, {"engine": to}).first() is not None:
         return []
     given = execute(tx, _GIVE_REQUESTS, {"giver": giver, "to": to, "positions": list(positions)})
-    leases.notify_engines(tx)
+    notify_engines(tx)
     return [RequestId(name) for (name,) in given]
 
 
@@ -247,7 +306,7 @@ def hand_over(tx: Session, model_id: ModelId, to: int) -> None:
     execute(tx, _SET_MODEL, {"name": model_id, "to": to})
     for (position,) in execute(tx, _OPEN_BY_MODEL, {"model_id": model_id}).all():
         execute(tx, _SET_REQUEST, {"old": position, "to": to})
-    leases.notify_engines(tx)
+    notify_engines(tx)
 
 
 _MAX_MODELS = 1000

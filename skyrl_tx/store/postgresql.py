@@ -24,9 +24,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session
 
+from skyrl_tx.store import StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.dialect import (
     DISK_FAILED,
+    ENGINE_CHANNEL,
+    ENGINE_CLASS,
     FAILED,
+    LOCK_CLASS,
     LOCKED,
     NO_SPACE,
     PEER,
@@ -36,8 +40,6 @@ from skyrl_tx.store.dialect import (
     Notifier,
     Role,
 )
-from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
-from skyrl_tx.store.leases import ENGINE_CHANNEL, ENGINE_CLASS, LOCK_CLASS, MAX_ENGINES
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,6 +67,7 @@ _ROLE_TIMEOUT_S = 3.0
 PostgreSQL needs a moment to notice and close the connection of a dead process.
 """
 
+_MAX_ENGINES = 64
 _NUM_READERS = 16
 """Read connections per process. A PostgreSQL server accepts 100 connections by default."""
 _LEASE_POLL_S = 0.05
@@ -264,20 +267,20 @@ class Postgresql(Dialect):
         self.engine_number = self._take_lease(connection, timeout_s)
 
     def _take_lease(self, connection: psycopg.Connection, timeout_s: float) -> int:
-        """Take the lease of the lowest free number, see `leases`.
+        """Take the lease of the lowest free number, see `placement`.
 
         Raises StoreInUse if no number is free.
         """
         end = time.monotonic() + timeout_s
         while True:
-            for number in range(1, MAX_ENGINES + 1 if self.is_shared else 2):
+            for number in range(1, _MAX_ENGINES + 1 if self.is_shared else 2):
                 taken = connection.execute("SELECT pg_try_advisory_lock(%s, %s)", (ENGINE_CLASS, number)).fetchone()
                 connection.commit()
                 if taken == (True,):
                     return number
             if time.monotonic() >= end:
                 raise StoreInUse(
-                    f"database {self.label} is in use by {MAX_ENGINES if self.is_shared else 1} engines, the maximum"
+                    f"database {self.label} is in use by {_MAX_ENGINES if self.is_shared else 1} engines, the maximum"
                 )
             time.sleep(_LEASE_POLL_S)
 

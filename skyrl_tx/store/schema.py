@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, Engine, inspect, text
 
+from skyrl_tx.store import SchemaOutdated, StoreError, StoreInUse
 from skyrl_tx.store.dialect import Dialect
-from skyrl_tx.store.errors import SchemaOutdated, StoreError, StoreInUse
 
 HEAD = "0021"
 """Newest revision in `migrations`. It is repeated here because importing alembic takes 0.3 s."""

@@ -19,6 +19,8 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from sqlmodel import Session
 
 from skyrl_tx.artifacts.location import forget_identity
+from skyrl_tx.process.paths import open_private
+from skyrl_tx.store import StoreError, StoreInUse
 from skyrl_tx.store.dialect import (
     DATABASE_NAME,
     DISK_FAILED,
@@ -34,8 +36,6 @@ from skyrl_tx.store.dialect import (
     Role,
     lock_role,
 )
-from skyrl_tx.store.errors import StoreError, StoreInUse
-from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -399,7 +399,7 @@ class EngineStateRow(SQLModel, table=True):
     number: int = Field(default=1, primary_key=True)
     """Number of the engine, from 1.
 
-    A running engine holds the lease of its number, see `leases`.
+    A running engine holds the lease of its number, see `placement`.
     """
     boot_id: str
     """Random id that is new after each start.
@@ -421,7 +421,7 @@ class EngineStateRow(SQLModel, table=True):
     meters: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     """Gauges and counters of the engine and its backend; None while the engine starts."""
     pauses: list[Mapping[str, str]] | None = Field(default=None, sa_type=_JSON_OR_NULL)
-    """Owners, keys and projects that wait because of a quota: `pauses.Pause` as JSON, or None."""
+    """Owners, keys and projects that wait because of a quota: `engine_state.Pause` as JSON, or None."""
     updated_at: float
 
 

@@ -10,8 +10,8 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.engine_state import Pause, is_paused
 from skyrl_tx.store.futures import IS_OPEN
-from skyrl_tx.store.pauses import Pause, is_paused
 from skyrl_tx.store.tables import CustomLossRow, RequestRow, SamplingSessionRow, SessionRow
 
 ACTIVE_S = 60.0

@@ -19,7 +19,7 @@ from sqlmodel import Session
 
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.process.signals import ServiceThread
-from skyrl_tx.store.errors import StoreBlocked, StoreError, ValueRefused
+from skyrl_tx.store import StoreBlocked, StoreError, ValueRefused
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import completions, engine_state, futures, pauses
+from skyrl_tx.store import completions, engine_state, futures
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.futures import PendingRequest
-from skyrl_tx.store.pauses import Pause
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
@@ -366,13 +366,13 @@ def test_running_call_is_not_refused_when_a_quota_is_used_up(
     server_and_player: tuple[Server, ScriptedPlayer], monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     server, player = server_and_player
-    find_wait_reason, found = pauses.find_wait_reason, list[str | None]()
+    find_wait_reason, found = engine_state.find_wait_reason, list[str | None]()
 
     def find(tx: Session, request_id: RequestId, among: Collection[Pause]) -> str | None:
         found.append(find_wait_reason(tx, request_id, among))
         return found[-1]
 
-    monkeypatch.setattr(pauses, "find_wait_reason", find)
+    monkeypatch.setattr(engine_state, "find_wait_reason", find)
     monkeypatch.setattr("skyrl_tx.apps.chat.generation._CHECK_QUOTA_EVERY_S", 0.1)
     monkeypatch.setattr("skyrl_tx.server.engine_status._HEALTH_MAX_AGE_S", 0.0)
 

@@ -8,7 +8,7 @@ import pytest
 from skyrl_tx.server import stored_bytes
 from skyrl_tx.server.app import ApiContext
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.store.errors import StoreBlocked
+from skyrl_tx.store import StoreBlocked
 from tests.support.live_api import Server
 
 PAD = "x" * 2**20

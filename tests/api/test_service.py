@@ -18,9 +18,8 @@ from skyrl_tx.server import engine_status
 from skyrl_tx.server.engine_status import EngineHealth, EngineReport
 from skyrl_tx.server.identity import authentication
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import engine_state, futures
+from skyrl_tx.store import StoreError, engine_state, futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 from tests.support.live_api import Server, live_api
 

@@ -11,16 +11,17 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import RequestId, SessionId
-from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.database import Role, Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store import StoreError, futures, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import Role
 
 NUM_REQUESTS = 200
 
 OPEN_READ_ONLY = """
 import os, sys
 from pathlib import Path
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store import StoreError
+from skyrl_tx.store.database import Store
 os.chdir(sys.argv[1])
 os.chmod(".", 0o555)
 if os.geteuid() == 0:

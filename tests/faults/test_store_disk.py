@@ -13,9 +13,8 @@ import pytest
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.store import sessions
+from skyrl_tx.store import StoreError, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 
 BREAK_THE_DISK = """
 import resource, signal, sys, threading

@@ -10,8 +10,7 @@ from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.launch.engine_process import open_store
-from skyrl_tx.store import engine_state, futures, leases
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store import StoreError, engine_state, futures, placement
 from tests.support.engine_harness import EngineHarness
 
 _PATIENCE_S = 60.0
@@ -53,7 +52,7 @@ class RunningEngine:
     def lose(self) -> None:
         """Take its lease away, as the death of its process does."""
         number, harness = self.number, self._harness
-        harness.api.write(lambda tx: leases.revoke(tx, leases.get_holders(tx)[number]))
+        harness.api.write(lambda tx: placement.revoke_lease(tx, placement.get_running(tx)[number]))
         self._thread.join(_PATIENCE_S)
         assert isinstance(self.error, StoreError), self.error
 
@@ -89,7 +88,7 @@ class SeveralEngines:
 
     def ready(self) -> set[int]:
         """Return the numbers of the engines that execute requests."""
-        rows, running = self._harness.api.read(lambda tx: (engine_state.list_engines(tx), leases.get_holders(tx)))
+        rows, running = self._harness.api.read(lambda tx: (engine_state.list_engines(tx), placement.get_running(tx)))
         return {row.number for row in rows if row.status == "ready"} & running.keys()
 
     def wait(self, *request_ids: RequestId) -> None:

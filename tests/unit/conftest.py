@@ -8,7 +8,8 @@ import pytest
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions
-from skyrl_tx.store.database import Role, Store
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import Role
 
 OpenStore = Callable[..., Store]
 

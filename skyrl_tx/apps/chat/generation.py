@@ -30,7 +30,7 @@ from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.store import completions, futures, pauses
+from skyrl_tx.store import completions, engine_state, futures
 from skyrl_tx.store.completions import Partial
 from skyrl_tx.store.database import Store
 
@@ -286,7 +286,7 @@ class Generation:
         failure = codec.encode(Failure(message=pause.reason, category=ErrorCategory.USER))
 
         def cancel_queued(tx: Session) -> bool:
-            is_queued = pauses.find_wait_reason(tx, self.request_id, [pause]) is not None
+            is_queued = engine_state.find_wait_reason(tx, self.request_id, [pause]) is not None
             if is_queued:
                 self._cancel(tx, failure)
             return is_queued

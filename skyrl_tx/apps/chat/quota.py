@@ -4,7 +4,7 @@ from collections.abc import Collection
 from http import HTTPStatus
 
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.store.pauses import Pause
+from skyrl_tx.store.engine_state import Pause
 
 
 def find_sample_pause(pauses: Collection[Pause], owner: str) -> Pause | None:

@@ -30,8 +30,7 @@ from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
 from skyrl_tx.server.shares import OwnerBudget
 from skyrl_tx.server.submission.validation import check_text, quote_value
-from skyrl_tx.store import audit
-from skyrl_tx.store.errors import StoreError, ValueRefused
+from skyrl_tx.store import StoreError, ValueRefused, audit
 
 Form = Mapping[str, list[str]]
 Endpoint = Callable[[Request], Awaitable[Response]]

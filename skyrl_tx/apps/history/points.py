@@ -14,8 +14,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, encode_numbers
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_builder
+from skyrl_tx.store.database import PreparedStatement, execute, execute_in_batches, is_in_batch, make_upsert_builder
 
 MAX_POINTS = 200_000
 """Limit on the points of one run.

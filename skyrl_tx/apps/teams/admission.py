@@ -33,7 +33,7 @@ from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.checkpoints import is_unexpired, sum_bytes
 from skyrl_tx.store.database import Store, execute
-from skyrl_tx.store.pauses import Pause, belongs_to_subject
+from skyrl_tx.store.engine_state import Pause, belongs_to_subject
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
 
 _log = logging.getLogger(__name__)

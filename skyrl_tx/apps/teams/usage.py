@@ -13,8 +13,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.apps.teams.tables import UsageKind, UsageRow
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_builder
+from skyrl_tx.store.database import PreparedStatement, execute, execute_in_batches, is_in_batch, make_upsert_builder
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
 BUCKET_S = 300

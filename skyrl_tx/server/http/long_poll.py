@@ -24,9 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.submission.validation import check_text
-from skyrl_tx.store import completions, futures, keys, sessions
+from skyrl_tx.store import StoreError, ValueRefused, completions, futures, keys, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0

@@ -32,10 +32,9 @@ from skyrl_tx.server.errors import ApiError, Refusal
 from skyrl_tx.server.http.connections import get_client_network
 from skyrl_tx.server.identity.scopes import ADMIN_ONLY, FULL_SCOPES, check_scope
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import keys
+from skyrl_tx.store import StoreUnreachable, keys
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 

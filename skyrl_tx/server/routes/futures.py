@@ -25,8 +25,7 @@ from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.schemas.base import describe_body
 from skyrl_tx.server.shares import SMALL_BYTES
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store import completions, futures, pauses
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store import StoreError, completions, engine_state, futures
 
 _log = logging.getLogger(__name__)
 _ERROR_PAUSE_S = 1.0
@@ -66,7 +65,9 @@ async def retrieve_future(request: Request) -> Response:
             reason = report.outage
         if report.pauses and report.problem is None:
             pause = await context.run_call(
-                call.caller.owner, call.store.read, lambda tx: pauses.find_wait_reason(tx, request_id, report.pauses)
+                call.caller.owner,
+                call.store.read,
+                lambda tx: engine_state.find_wait_reason(tx, request_id, report.pauses),
             )
             state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
     except StoreError as error:

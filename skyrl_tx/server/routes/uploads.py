@@ -24,7 +24,7 @@ from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import describe_body, to_utc_time
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.server.uploads import Upload
-from skyrl_tx.store import audit, checkpoints, engine_state, imported_runs, manifests, models
+from skyrl_tx.store import audit, checkpoints, engine_state, manifests, models
 from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
@@ -146,7 +146,7 @@ def _store(call: ApiCall, upload: Upload, session_id: SessionId, folder: Path) -
 
     def add_rows(tx: Session) -> None:
         access.check_can_use_project(tx, call.caller, upload.project_id)
-        (path,) = imported_runs.create(
+        (path,) = manifests.import_run(
             tx,
             artifact,
             # The run

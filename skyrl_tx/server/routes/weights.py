@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import APIRouter
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import encryption
+from skyrl_tx.artifacts.files import parse_recipients
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import (
@@ -284,7 +284,7 @@ def translate_save_weights_external(request: schemas.SaveWeightsExternalRequest)
     """Translate a save for download, which must have a name."""
     require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
-    encryption.parse_recipients(recipients, "age_encryption_recipients")  # the client, not the engine, gets the error
+    parse_recipients(recipients)  # the client, not the engine, gets the error
     return Submission.from_request(replace(_make_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
 
 

@@ -30,7 +30,7 @@ from skyrl_tx.launch.command_line import (
     parse_path,
     record_audit,
 )
-from skyrl_tx.store import engine_state, imported_runs, keys, manifests, sessions
+from skyrl_tx.store import engine_state, keys, manifests, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow
@@ -343,7 +343,7 @@ def _store_run(
     tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
     """Store the rows of the imported run. Returns the paths of its training checkpoint and its sampler checkpoint."""
-    training, sampler = imported_runs.create(
+    training, sampler = manifests.import_run(
         tx,
         artifact,
         session_id=session_id,

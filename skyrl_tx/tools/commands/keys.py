@@ -24,9 +24,8 @@ from skyrl_tx.launch.command_line import (
     parse_path,
     record_audit,
 )
-from skyrl_tx.store import keys
-from skyrl_tx.store.errors import SchemaOutdated
-from skyrl_tx.store.private_files import open_private
+from skyrl_tx.process.paths import open_private
+from skyrl_tx.store import SchemaOutdated, keys
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")

@@ -36,10 +36,9 @@ from skyrl_tx.launch.command_line import (
     parse_duration_s,
     record_audit,
 )
-from skyrl_tx.store import audit, checkpoints, futures, identity, models
+from skyrl_tx.store import StoreInUse, audit, checkpoints, futures, identity, models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import lock_role
-from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 

@@ -27,9 +27,8 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import finish_parser, open_database, parse_count
 from skyrl_tx.process.text import format_bytes, make_line
-from skyrl_tx.store import engine_state, totals
-from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.pauses import collect_pauses
+from skyrl_tx.store import StoreError, engine_state, totals
+from skyrl_tx.store.engine_state import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 
 _SILENCE_S = 10.0

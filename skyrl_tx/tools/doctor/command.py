@@ -11,8 +11,8 @@ from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, InvalidLocat
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import format_table
 from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.tools.commands.status import find_process
 from skyrl_tx.tools.doctor import database, machine, storage
 from skyrl_tx.tools.doctor.findings import STATUS, ExaminedServer, Finding, error, format_findings, get_worst_level

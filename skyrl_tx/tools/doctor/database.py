@@ -14,10 +14,9 @@ from sqlmodel import Session
 
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.process.text import format_bytes
-from skyrl_tx.store import keys
+from skyrl_tx.store import StoreError, keys
 from skyrl_tx.store.database import Store, parse_url
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.schema import HEAD, Schema, read_schema
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 

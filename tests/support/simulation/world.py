@@ -31,9 +31,8 @@ from skyrl_tx.server.http.body import BodyLimits
 from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.routes import futures as future_routes
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import futures
+from skyrl_tx.store import StoreError, futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from tests.support.simulation.database import Database, Dialect, Notifiers
 from tests.support.simulation.device import CONFIG, Device
 from tests.support.simulation.disk import Disk

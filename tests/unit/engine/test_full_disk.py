@@ -19,8 +19,7 @@ from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.request_log import DeliveryAttempts
 from skyrl_tx.server.engine_status import EngineHealth
-from skyrl_tx.store import checkpoints, futures
-from skyrl_tx.store.errors import StoreBlocked
+from skyrl_tx.store import StoreBlocked, checkpoints, futures
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.polling import until
 

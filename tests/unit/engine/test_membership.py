@@ -14,9 +14,8 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.membership import STUCK_S, Membership
-from skyrl_tx.store import engine_state, futures, leases, models, sampling_sessions
+from skyrl_tx.store import StoreUnreachable, engine_state, futures, models, placement, sampling_sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.polling import until
@@ -172,10 +171,10 @@ def test_a_stuck_engine_is_ended_while_it_holds_the_write_lock(harness, tmp_path
         row.updated_at = 1.0
         membership = Membership(SimpleNamespace(store=watching), schedule=None, balancer=None)
         for now in (0.0, STUCK_S + 1):
-            holders = watching.read(leases.get_holders)
+            holders = watching.read(placement.get_running)
             membership._end_if_stuck(row, holders[number], now)
 
-        until(lambda: number not in watching.read(leases.get_holders))
+        until(lambda: number not in watching.read(placement.get_running))
         go_on.set()
         with pytest.raises(StoreUnreachable):
             written.result(10)

@@ -14,8 +14,7 @@ from skyrl_tx.artifacts.objects import ObjectArtifacts
 from skyrl_tx.contract.errors import ErrorCategory, UserError
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import LoadWeights, SaveWeights
-from skyrl_tx.store import checkpoints, identity
-from skyrl_tx.store.errors import StoreUnreachable
+from skyrl_tx.store import StoreUnreachable, checkpoints, identity
 from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, optim_step, sample
 
 NUM_STEPS = 3

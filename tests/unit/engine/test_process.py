@@ -20,9 +20,8 @@ from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
 from skyrl_tx.launch.engine_process import EngineLaunch, EngineProcess, run_engine
 from skyrl_tx.process import signals
 from skyrl_tx.process.setup import CannotServe
-from skyrl_tx.store import engine_state, futures, models
+from skyrl_tx.store import StoreInUse, engine_state, futures, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
 from tests.support.free_ports import free_ports

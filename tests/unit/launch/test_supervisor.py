@@ -12,7 +12,7 @@ from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.engine_end import EngineEnd, RestartPolicy
 from skyrl_tx.launch.supervisor import EngineSupervisor
 from skyrl_tx.process.setup import CannotServe
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
+from skyrl_tx.store import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.tools.serve import read_settings

@@ -15,9 +15,8 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.process import signals
-from skyrl_tx.store import sessions, sqlite
+from skyrl_tx.store import StoreError, StoreInUse, ValueRefused, sessions, sqlite
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreInUse, ValueRefused
 
 
 def add_session(tx: Session, owner: str = "ann") -> str:

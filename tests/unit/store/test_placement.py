@@ -10,9 +10,19 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store import completions, engine_state, futures, leases, models, placement, sampling_sessions, sessions
+from skyrl_tx.store import (
+    StoreError,
+    StoreInUse,
+    completions,
+    dialect,
+    engine_state,
+    futures,
+    models,
+    placement,
+    sampling_sessions,
+    sessions,
+)
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
 from tests.support.polling import until
@@ -251,12 +261,12 @@ def test_an_engine_that_runs_keeps_what_it_has(api: Store, session_id: SessionId
         Store.open(tmp_path / "engine", role="engine", url=postgresql_url, is_shared=True) for _ in range(2)
     )
     assert (first.engine_number, second.engine_number) == (1, 2)
-    assert api.read(leases.get_holders).keys() == {1, 2} and api.read(placement.find_ended) == set()
-    assert not second.write(lambda tx: leases.take(tx, 1))
-    assert first.write(leases.become_keeper) and not second.write(leases.become_keeper)
+    assert api.read(placement.get_running).keys() == {1, 2} and api.read(placement.find_ended) == set()
+    assert not second.write(lambda tx: placement.take_lease(tx, 1))
+    assert first.write(placement.become_keeper) and not second.write(placement.become_keeper)
     first.close()
-    until(lambda: second.write(leases.become_keeper))  # the server closes the connection a moment later
-    assert second.write(lambda tx: leases.take(tx, 1))
+    until(lambda: second.write(placement.become_keeper))  # the server closes the connection a moment later
+    assert second.write(lambda tx: placement.take_lease(tx, 1))
     assert api.read(placement.find_ended) == {1}
     second.close()
 
@@ -264,11 +274,11 @@ def test_an_engine_that_runs_keeps_what_it_has(api: Store, session_id: SessionId
 def test_no_engine_starts_with_a_number_whose_models_are_being_shared_out(api: Store, postgresql_url: str) -> None:
     def is_free(number: int) -> bool:
         with psycopg.connect(postgresql_url) as other:
-            taken = other.execute("SELECT pg_try_advisory_lock(%s, %s)", (leases.ENGINE_CLASS, number)).fetchone()
+            taken = other.execute("SELECT pg_try_advisory_lock(%s, %s)", (dialect.ENGINE_CLASS, number)).fetchone()
             return taken == (True,)
 
     def work(tx: Session) -> list[bool]:
-        assert leases.take(tx, 1)
+        assert placement.take_lease(tx, 1)
         return [is_free(1), is_free(2)]
 
     assert api.write(work) == [False, True]
@@ -294,9 +304,9 @@ def test_sqlite_has_one_engine(tmp_path: Path) -> None:
 def test_a_stuck_engine_loses_its_lease_and_can_commit_no_more(api: Store, tmp_path: Path, postgresql_url: str) -> None:
     engine = Store.open(tmp_path / "engine", role="engine", url=postgresql_url, is_shared=True)
     engine.write(lambda tx: publish(tx, 1))
-    api.write(lambda tx: leases.revoke(tx, leases.get_holders(tx)[1]))
+    api.write(lambda tx: placement.revoke_lease(tx, placement.get_running(tx)[1]))
     with pytest.raises(StoreError):
         engine.write(lambda tx: publish(tx, 1, "stopping"))
-    until(lambda: api.read(leases.get_holders) == {})
+    until(lambda: api.read(placement.get_running) == {})
     assert api.read(engine_state.get).status == "ready"
     engine.close()

@@ -18,11 +18,20 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import futures, schema, sessions
+from skyrl_tx.store import (
+    SchemaOutdated,
+    StoreBlocked,
+    StoreError,
+    StoreInUse,
+    StoreUnreachable,
+    ValueRefused,
+    futures,
+    schema,
+    sessions,
+)
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import SchemaOutdated, StoreBlocked, StoreError, StoreInUse, StoreUnreachable, ValueRefused
+from skyrl_tx.store.dialect import LOCK_CLASS
 from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.store.leases import LOCK_CLASS
 from tests.support import old_schemas
 from tests.support.postgresql_server import PostgresqlServer
 

@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import Engine, event
 from sqlmodel import Session
 
-from skyrl_tx.store import sessions
+from skyrl_tx.store import StoreBlocked, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked
 from skyrl_tx.store.writer import RetryPolicy
 from tests.support.polling import until
 

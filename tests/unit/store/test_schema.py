@@ -9,10 +9,9 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store import futures, migrations, models, schema, sessions
+from skyrl_tx.store import SchemaOutdated, StoreError, StoreInUse, futures, migrations, models, schema, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import PEER, Role, lock_role
-from skyrl_tx.store.errors import SchemaOutdated, StoreError, StoreInUse
 from tests.support import old_schemas
 
 OPEN_TWICE = """

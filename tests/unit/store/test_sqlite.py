@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from sqlmodel import col, func, select
 
-from skyrl_tx.store import futures, sessions
+from skyrl_tx.store import StoreError, futures, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.tables import RequestRow

@@ -22,7 +22,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.pauses import Pause, collect_pauses
+from skyrl_tx.store.engine_state import Pause, collect_pauses
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.polling import until

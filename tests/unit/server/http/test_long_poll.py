@@ -11,9 +11,8 @@ import pytest
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
 from skyrl_tx.server.http import long_poll
 from skyrl_tx.server.http.long_poll import ResultWatcher, wait_for
-from skyrl_tx.store import completions, futures, sessions
+from skyrl_tx.store import StoreError, ValueRefused, completions, futures, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, ValueRefused
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.sqlite import SqliteNotifier
 from tests.support.polling import until

@@ -13,9 +13,8 @@ from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplingSessionId
 from skyrl_tx.contract.requests import LoadWeights, SaveWeights
-from skyrl_tx.store import checkpoints, identity, keys, models
+from skyrl_tx.store import StoreError, checkpoints, identity, keys, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from skyrl_tx.tools.cli import main
 from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, optim_step, sample
