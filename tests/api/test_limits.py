@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.server import stored_bytes
+from skyrl_tx.server import shares
 from skyrl_tx.server.app import ApiContext
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store import StoreBlocked
@@ -111,7 +111,7 @@ def test_an_owner_that_stores_too_much_may_still_poll_and_send_heartbeats(
     session_id = server.session()
     model_id, name = server.model(session_id), server.settings.public_model_name
     for limit in ("_MIN_SHARE", "_MAX_SHARE"):
-        monkeypatch.setattr(stored_bytes, limit, 0)
+        monkeypatch.setattr(shares, limit, 0)
     monkeypatch.setattr(server.api.app.state.context.stored_bytes, "_share", 0)
 
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
