@@ -2,14 +2,13 @@
 
 import pytest
 import sqlalchemy as sa
-from alembic import op
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
 from skyrl_tx.apps.history import tables as history_tables
 from skyrl_tx.apps.teams import tables as teams_tables
-from skyrl_tx.store import migrations, schema
+from skyrl_tx.store import schema
 from skyrl_tx.store.tables import AppTable
 
 assert history_tables and teams_tables  # their import declares the tables of features
@@ -18,37 +17,36 @@ ALL_TABLES = [SQLModel.metadata, AppTable.metadata]
 
 def create(connection: sa.Connection, revision: str) -> None:
     """Create the tables of the first release, and migrate them up to a revision."""
-    with Operations.context(MigrationContext.configure(connection)):
-        _create_first()
+    op = Operations(MigrationContext.configure(connection))
+    _create_first(op)
     version = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
     version.create(connection)
     connection.execute(sa.insert(version).values(version_num="0001"))
-    with Operations.context(MigrationContext.configure(connection)):
-        for number, migration in migrations.MIGRATIONS.items():
-            if number <= revision:
-                migration()
+    for number, migration in schema.MIGRATIONS.items():
+        if number <= revision:
+            migration(op)
     connection.execute(sa.update(version).values(version_num=revision))
 
 
 def use_next_release(monkeypatch: pytest.MonkeyPatch, compatible_from: str = schema.COMPATIBLE_FROM) -> None:
     """Act as the next release, whose migration adds a column, a table and an index."""
 
-    def add_next() -> None:
+    def add_next(op: Operations) -> None:
         op.add_column("requests", sa.Column("priority", sa.Integer, nullable=False, server_default="5"))
         op.create_table("next_things", sa.Column("thing_id", sa.Integer, primary_key=True))
         op.create_index("ix_requests_priority", "requests", ["priority"])
 
     following = f"{int(schema.HEAD) + 1:04}"
-    monkeypatch.setattr(migrations, "MIGRATIONS", {**migrations.MIGRATIONS, following: add_next})
+    monkeypatch.setattr(schema, "MIGRATIONS", {**schema.MIGRATIONS, following: add_next})
     monkeypatch.setattr(schema, "HEAD", following)
     monkeypatch.setattr(schema, "COMPATIBLE_FROM", compatible_from)
 
 
-def _create_partial_index(name: str, column: str, where: str) -> None:
+def _create_partial_index(op: Operations, name: str, column: str, where: str) -> None:
     op.create_index(name, "requests", [column], sqlite_where=sa.text(where), postgresql_where=sa.text(where))
 
 
-def _create_first() -> None:
+def _create_first(op: Operations) -> None:
     """Create the tables of the first release."""
     op.create_table(
         "sessions",
@@ -100,10 +98,10 @@ def _create_first() -> None:
         sa.Column("fetched_at", sa.Float),
         sqlite_autoincrement=True,
     )
-    _create_partial_index("ix_requests_open", "position", "status = 'open'")
+    _create_partial_index(op, "ix_requests_open", "position", "status = 'open'")
     op.create_index("ix_requests_model_effect", "requests", ["model_id", "effect_order"])
-    _create_partial_index("ix_requests_loads", "position", "kind = 'load_weights'")
-    _create_partial_index("ix_requests_prunable", "fetched_at", "result IS NOT NULL")
+    _create_partial_index(op, "ix_requests_loads", "position", "kind = 'load_weights'")
+    _create_partial_index(op, "ix_requests_prunable", "fetched_at", "result IS NOT NULL")
     op.create_table(
         "sampling_sessions",
         sa.Column("sampling_session_id", sa.String, primary_key=True),

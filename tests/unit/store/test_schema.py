@@ -9,7 +9,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store import SchemaOutdated, StoreError, StoreInUse, futures, migrations, models, schema, sessions
+from skyrl_tx.store import SchemaOutdated, StoreError, StoreInUse, futures, models, schema, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import PEER, Role, lock_role
 from tests.support import old_schemas
@@ -42,7 +42,7 @@ def test_migrations_create_the_tables_of_the_code(tmp_path: Path, is_new: bool) 
 
 
 def test_head_is_the_newest_migration() -> None:
-    assert [*migrations.MIGRATIONS] == revisions()[1:]
+    assert [*schema.MIGRATIONS] == revisions()[1:]
 
 
 def test_a_current_database_opens_without_alembic(tmp_path: Path) -> None:
