@@ -123,6 +123,7 @@ def upgrade(engine: Engine, find_server: Callable[[Connection], str | None] = la
                 f"and cannot be migrated to {HEAD!r} while a server uses it: {server}; stop all processes of the older "
                 "release first"
             )
+
         op = _open_operations(connection)
         for revision, migration in MIGRATIONS.items():
             if schema.version < revision:
@@ -180,7 +181,7 @@ def _create_core_tables(op: "Operations", *names: str) -> None:
     SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
 
 
-def _required(kind: type[sa.types.TypeEngine[Any]], *names: str) -> Iterator[sa.Column[Any]]:
+def _make_required(kind: type[sa.types.TypeEngine[Any]], *names: str) -> Iterator[sa.Column[Any]]:
     """Yield columns of one type that are never NULL."""
     return (sa.Column(name, kind, nullable=False) for name in names)
 
@@ -196,7 +197,7 @@ def _add_answer_order(op: "Operations") -> None:
     op.create_table(
         "cancellations",
         sa.Column("position", BIG_KEY, primary_key=True),
-        *_required(sa.String, "request_id"),
+        *_make_required(sa.String, "request_id"),
         sqlite_autoincrement=True,
     )
     op.add_column("sampling_sessions", sa.Column("num_clones", sa.Integer, nullable=False, server_default="0"))
@@ -214,7 +215,7 @@ def _add_keys(op: "Operations") -> None:
         "api_keys",
         sa.Column("key_id", sa.Integer, primary_key=True),
         sa.Column("digest", sa.String, nullable=False, unique=True),
-        *_required(sa.String, "hint", "owner", "scope", "name", "note"),
+        *_make_required(sa.String, "hint", "owner", "scope", "name", "note"),
         sa.Column("created_at", sa.Float, nullable=False),
         sa.Column("revoked_at", sa.Float),
         sqlite_autoincrement=True,
@@ -285,20 +286,20 @@ def _add_kept_samples(op: "Operations") -> None:
         "kept_samples",
         # The sample request.
         sa.Column("sequence_id", sa.String, primary_key=True),
-        *_required(sa.String, "request_id"),
-        *_required(sa.Integer, "sample_index"),
-        *_required(sa.String, "model_id"),
+        *_make_required(sa.String, "request_id"),
+        *_make_required(sa.Integer, "sample_index"),
+        *_make_required(sa.String, "model_id"),
         sa.Column("step", sa.BigInteger),
-        *_required(sa.String, "owner"),
-        *_required(sa.Float, "at"),
-        *_required(sa.Integer, "num_bytes"),
-        *_required(sa.String, "stop_reason"),
+        *_make_required(sa.String, "owner"),
+        *_make_required(sa.Float, "at"),
+        *_make_required(sa.Integer, "num_bytes"),
+        *_make_required(sa.String, "stop_reason"),
         # The training request, and the contents.
         sa.Column("trained_model_id", sa.String),
         sa.Column("trained_step", sa.BigInteger),
         sa.Column("advantage", sa.Float),
         sa.Column("kl", sa.Float),
-        *_required(sa.LargeBinary, "prompt", "tokens", "logprobs"),
+        *_make_required(sa.LargeBinary, "prompt", "tokens", "logprobs"),
     )
     op.create_index("ix_kept_samples_request_id", "kept_samples", ["request_id"])
     op.create_index("ix_kept_samples_model", "kept_samples", ["model_id", "step"])
@@ -310,12 +311,12 @@ def _add_curves(op: "Operations") -> None:
     op.create_table(
         "run_points",
         sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-        *_required(sa.String, "model_id", "kind"),
-        *_required(sa.BigInteger, "step"),
-        *_required(sa.Float, "created_at", "started_at", "at", "device_s"),
-        *_required(sa.BigInteger, "tokens"),
-        *_required(sa.Integer, "datums"),
-        *_required(sa.Text, "values"),
+        *_make_required(sa.String, "model_id", "kind"),
+        *_make_required(sa.BigInteger, "step"),
+        *_make_required(sa.Float, "created_at", "started_at", "at", "device_s"),
+        *_make_required(sa.BigInteger, "tokens"),
+        *_make_required(sa.Integer, "datums"),
+        *_make_required(sa.Text, "values"),
     )
     op.create_index("ix_run_points_model", "run_points", ["model_id", "position", "step"])
 
@@ -324,8 +325,8 @@ def _add_curves(op: "Operations") -> None:
         sa.Column("model_id", sa.String, primary_key=True),
         sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("owner", sa.String, primary_key=True),
-        *_required(sa.BigInteger, "samples", "cut", "tokens", "scored_tokens"),
-        *_required(sa.Float, "logprob_sum"),
+        *_make_required(sa.BigInteger, "samples", "cut", "tokens", "scored_tokens"),
+        *_make_required(sa.Float, "logprob_sum"),
     )
 
 
@@ -335,9 +336,9 @@ def _add_usage(op: "Operations") -> None:
         "usage",
         sa.Column("bucket_at", sa.BigInteger, primary_key=True, autoincrement=False),
         *(sa.Column(name, sa.String, primary_key=True) for name in ("session_id", "model_id", "kind")),
-        *_required(sa.String, "owner"),
-        *_required(sa.BigInteger, "tokens", "requests"),
-        *_required(sa.Float, "device_s"),
+        *_make_required(sa.String, "owner"),
+        *_make_required(sa.BigInteger, "tokens", "requests"),
+        *_make_required(sa.Float, "device_s"),
     )
     op.create_index("ix_usage_session_id", "usage", ["session_id"])
     _create_partial_index(op, "ix_usage_fine", "bucket_at", "bucket_at % 3600 <> 0", table="usage")
@@ -348,13 +349,13 @@ def _add_logged_runs(op: "Operations") -> None:
     op.create_table(
         "logged_runs",
         sa.Column("logged_run_id", BIG_KEY, primary_key=True),
-        *_required(sa.String, "owner", "project", "key", "name"),
-        *_required(sa.JSON, "config"),
+        *_make_required(sa.String, "owner", "project", "key", "name"),
+        *_make_required(sa.JSON, "config"),
         sa.Column("model_id", sa.String),
-        *_required(sa.Boolean, "seeks_model"),  # whether the server still looks for the model of the run
-        *_required(sa.Integer, "num_points"),
-        *_required(sa.BigInteger, "num_bytes"),
-        *_required(sa.Float, "created_at", "last_at"),
+        *_make_required(sa.Boolean, "seeks_model"),  # whether the server still looks for the model of the run
+        *_make_required(sa.Integer, "num_points"),
+        *_make_required(sa.BigInteger, "num_bytes"),
+        *_make_required(sa.Float, "created_at", "last_at"),
         sa.UniqueConstraint("owner", "project", "key"),
         sqlite_autoincrement=True,
     )
@@ -364,11 +365,11 @@ def _add_logged_runs(op: "Operations") -> None:
     op.create_table(
         "logged_points",
         sa.Column("position", BIG_KEY, primary_key=True),
-        *_required(sa.BigInteger, "logged_run_id"),
-        *_required(sa.String, "log_id"),
-        *_required(sa.BigInteger, "step"),
-        *_required(sa.Float, "at"),
-        *_required(sa.JSON, "values"),
+        *_make_required(sa.BigInteger, "logged_run_id"),
+        *_make_required(sa.String, "log_id"),
+        *_make_required(sa.BigInteger, "step"),
+        *_make_required(sa.Float, "at"),
+        *_make_required(sa.JSON, "values"),
         sa.UniqueConstraint("logged_run_id", "log_id"),
         sqlite_autoincrement=True,
     )
@@ -381,8 +382,8 @@ def _add_storage_hours(op: "Operations") -> None:
         "storage_hours",
         sa.Column("hour_at", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("session_id", sa.String, primary_key=True),
-        *_required(sa.String, "owner"),
-        *_required(sa.BigInteger, "num_bytes"),
+        *_make_required(sa.String, "owner"),
+        *_make_required(sa.BigInteger, "num_bytes"),
     )
 
 
@@ -397,7 +398,7 @@ def _add_quotas(op: "Operations") -> None:
     op.create_table(
         "quotas",
         *(sa.Column(name, sa.String, primary_key=True) for name in ("subject_kind", "subject", "name")),
-        *_required(sa.BigInteger, "value"),
+        *_make_required(sa.BigInteger, "value"),
     )
     op.add_column("engine_state", sa.Column("pauses", sa.JSON))
 
@@ -417,8 +418,8 @@ def _add_portions(op: "Operations") -> None:
         "portions",
         sa.Column("engine", sa.Integer, primary_key=True, autoincrement=False),
         *(sa.Column(name, sa.String, primary_key=True) for name in ("name", "subject_kind", "subject")),
-        *_required(sa.BigInteger, "num_held", "num_wanted"),
-        *_required(sa.Float, "waits_since"),
+        *_make_required(sa.BigInteger, "num_held", "num_wanted"),
+        *_make_required(sa.Float, "waits_since"),
     )
 
 
