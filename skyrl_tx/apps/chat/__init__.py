@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.chat.errors import convert_error_response
+    from skyrl_tx.apps.chat.reply import convert_error_response
     from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers
     from skyrl_tx.apps.chat.service import ChatService
     from skyrl_tx.server.context import ServerExtension

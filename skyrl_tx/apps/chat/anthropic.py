@@ -3,12 +3,13 @@
 import json
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import constraints, prompts, schemas
+from skyrl_tx.apps.chat import prompts, sampling_fields, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
-from skyrl_tx.apps.chat.message import Part, TextPart, keep_first_call
+from skyrl_tx.apps.chat.message import Part, TextPart
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import (
@@ -20,10 +21,11 @@ from skyrl_tx.apps.chat.reply import (
     read_request,
     serve,
 )
+from skyrl_tx.apps.chat.reply_grammars import ForcedCall, constrain_reply
 from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.apps.chat.text import ContextTooLong
-from skyrl_tx.contract.requests import SamplingParams
+from skyrl_tx.contract.requests import Constraint
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
@@ -70,7 +72,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         max_tokens = min(max_tokens, limit - len(prompt.tokens))
 
     # The request for the engine
-    params = schemas.make_params(
+    params = sampling_fields.make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -79,13 +81,14 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         stop=request.stop_sequences,
         stop_name="stop_sequences",
     )
+    params = sampling_fields.add_stop_token(service, params)
+    owner = call.caller.owner
+    content, forced = _read_output_format(request, owner), _read_forced_call(request)
 
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=_constrain(
-            service, call.caller.owner, request, prompt, add_stop_token(params, service.text.eos_token_id)
-        ),
+        params=constrain_reply(service, prompt, params, owner, content, forced),
         is_streamed=bool(request.stream),
         delimiters=prompt.delimiters,
         kind=sessions.ANTHROPIC,
@@ -96,36 +99,26 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     )
 
 
-def _constrain(
-    service: ChatService, owner: str, request: MessagesRequest, prompt: ChatPrompt, params: SamplingParams
-) -> SamplingParams:
-    """Add the constraint of `tool_choice` or `output_config.format`, if there is one."""
-    choice, tools = request.tool_choice, request.tools or []
+def _read_output_format(request: MessagesRequest, owner: str) -> Constraint | None:
+    """Return the constraint of `output_config.format` of an owner's request, or None."""
     form, field = None if request.output_config is None else request.output_config.format, "output_config.format"
-    if choice is None or choice.type in ("auto", "none"):
-        if form is None:
-            return params
-        is_schema = form.type == "json_schema"
-        require(is_schema, f"{field}.type {quote_value(form.type)}: must be 'json_schema'", field=f"{field}.type")
-        content = constraints.read_schema(form.schema_, f"{field}.schema", owner)
-        reply = constraints.ReplyConstraint(service, prompt, owner).constrain_content(content)
-        return constraints.add_constraint(service, params, reply, field)
+    if form is None:
+        return None
+    is_schema = form.type == "json_schema"
+    require(is_schema, f"{field}.type {quote_value(form.type)}: must be 'json_schema'", field=f"{field}.type")
+    return replace(sampling_fields.read_schema(form.schema_, f"{field}.schema", owner), field=field)
 
-    # The calls that must be made
+
+def _read_forced_call(request: MessagesRequest) -> ForcedCall | None:
+    """Return which tool calls `tool_choice` demands, or None."""
+    choice = request.tool_choice
+    if choice is None or choice.type in ("auto", "none"):
+        return None
     is_known = choice.type == "any" or (choice.type == "tool" and choice.name is not None)
     types = "'auto', 'none', 'any', or 'tool' with a name"
     require(is_known, f"tool_choice.type {quote_value(choice.type)}: must be {types}", field="tool_choice")
-    require(form is None, f"{field}: cannot be combined with a tool_choice that forces a call", field=field)
-    named = choice.name if choice.type == "tool" else None
-    chosen = [index for index, tool in enumerate(tools) if named in (None, tool.name)]
-    missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
-    require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
-    calls = constraints.ReplyConstraint(service, prompt, owner).require_calls(
-        prompts.convert_anthropic_tools([tools[index] for index in chosen]),
-        [f"tools[{index}].input_schema" for index in chosen],
-        has_one_call=named is not None or bool(choice.disable_parallel_tool_use),
-    )
-    return constraints.add_constraint(service, params, calls, "tool_choice")
+    name = choice.name if choice.type == "tool" else None
+    return ForcedCall(name, "input_schema", name is not None or bool(choice.disable_parallel_tool_use))
 
 
 def _render(service: ChatService, request: CountTokensRequest) -> ChatPrompt:
@@ -172,9 +165,7 @@ class _Message(ChatReply):
     def __init__(self, model: str, prompt: ChatPrompt, prepared: ChatRequest, *, has_one_call: bool) -> None:
         """With `has_one_call`, tool calls after the first are left out."""
         super().__init__([prepared], is_streamed=prepared.is_streamed)
-        self._has_one_call = has_one_call
-        self._parser = prompt.create_parser(separates_reasoning=True)
-        self._parts: list[Part] = []
+        self._reader = prompt.create_reader(has_one_call=has_one_call)
         self._finish = Finish("length")
         self._block_index = 0
         self._block_kind: str | None = None
@@ -187,19 +178,13 @@ class _Message(ChatReply):
         }
 
     def _read(self, delta: Delta) -> list[Part]:
-        """Parse the new text and return its parts. Records how the sample finished."""
+        """Return the new parts of the message. Records how the sample finished."""
         self._finish = delta.finish or self._finish
-        had_calls = self._parser.has_calls
-        parts = self._parser.feed(delta.text, is_last=delta.finish is not None)
-        return keep_first_call(parts, had_calls=had_calls) if self._has_one_call else parts
+        return self._reader.read(delta)
 
-    def add(self, prompt_index: int, delta: Delta) -> None:
-        """Collect the parts of the message."""
-        self._parts += self._read(delta)
-
-    def make_body(self) -> JsonObject:
+    def make_body(self, samples: Sequence[tuple[int, Delta]]) -> JsonObject:
         """Return the body of a response that is not streamed."""
-        content = _make_blocks(self._parts)
+        content = _make_blocks([part for _, delta in samples for part in self._read(delta)])
         return {**self._common_fields, "content": content, **self._describe_stop(), "usage": self._count_usage()}
 
     def _describe_stop(self) -> JsonObject:
@@ -208,7 +193,7 @@ class _Message(ChatReply):
         elif self._finish.stop_string is not None:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if self._parser.has_calls else "end_turn"
+            reason = "tool_use" if self._reader.has_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": self._finish.stop_string}
 
     def _count_usage(self) -> JsonObject:

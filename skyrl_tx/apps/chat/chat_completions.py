@@ -1,23 +1,22 @@
 """OpenAI's chat completions API: `POST /chat/completions`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import constraints, logprobs, prompts, schemas
+from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields, schemas
 from skyrl_tx.apps.chat.generation import Delta
-from skyrl_tx.apps.chat.message import MessageParser, Part, TextPart, keep_first_call
+from skyrl_tx.apps.chat.message import Part, TextPart
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
-from skyrl_tx.apps.chat.response_template import TemplateParser
+from skyrl_tx.apps.chat.reply_grammars import ForcedCall, constrain_reply
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import FieldError
-from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
 
@@ -37,10 +36,10 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     weights = find_weights(call, request.model)
 
     # Log-probabilities and sampling parameters
-    top = schemas.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
-    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = sampling_fields.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
+    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    params = schemas.convert_openai_fields(request, getattr(request, limit_name), limit_name)
+    params = sampling_fields.convert_openai_fields(service, request, getattr(request, limit_name), limit_name)
 
     # Render the prompt
     continues = bool(request.continue_final_message)
@@ -51,27 +50,29 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         field="continue_final_message",
     )
 
-    params = add_stop_token(params, service.text.eos_token_id)
     messages = request.messages
-    choice = request.tool_choice
     prompt = prompts.render_prompt(
         service,
         [prompts.convert_openai_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        [tool.original for tool in request.tools or []] if choice != "none" else [],
+        [tool.original for tool in request.tools or []] if request.tool_choice != "none" else [],
         add_generation_prompt=generates,
         continue_final_message=continues,
         variables=_read_variables(request),
     )
 
     # The request for the engine
+    owner = call.caller.owner
+    content = sampling_fields.read_constraint(request, owner)
+    params = constrain_reply(service, prompt, params, owner, content, _read_forced_call(request))
+
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=_constrain(service, call.caller.owner, request, prompt, params),
+        params=params,
         options=PromptOptions(
             logprobs=request.prompt_logprobs is not None, topk=prompt_top, sample_topk=top if request.logprobs else 0
         ),
-        num_samples=schemas.check_num_samples(request.n),
+        num_samples=sampling_fields.check_num_samples(request.n),
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
@@ -83,31 +84,13 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     return _ChatCompletion(service, request, prompt, prepared)
 
 
-def _constrain(
-    service: ChatService, owner: str, request: ChatCompletionRequest, prompt: ChatPrompt, params: SamplingParams
-) -> SamplingParams:
-    """Add the constraint of `tool_choice`, `response_format` or `structured_outputs`, if there is one."""
-    content = constraints.read_constraint(request.response_format, request.structured_outputs, owner)
-    field = "response_format" if request.structured_outputs is None else "structured_outputs"
-    choice, tools = request.tool_choice, request.tools or []
+def _read_forced_call(request: ChatCompletionRequest) -> ForcedCall | None:
+    """Return which tool calls `tool_choice` demands, or None."""
+    choice = request.tool_choice
     if choice in (None, "auto", "none"):
-        reply = (
-            None if content is None else constraints.ReplyConstraint(service, prompt, owner).constrain_content(content)
-        )
-        return constraints.add_constraint(service, params, reply, field)
-
-    # The calls that must be made
-    require(content is None, f"{field}: cannot be combined with a tool_choice that forces a call", field=field)
-    named = None if choice == "required" else _read_named(choice)
-    chosen = [index for index, tool in enumerate(tools) if named in (None, tool.function.name)]
-    missing = "needs `tools`" if named is None else f"{quote_value(named)} is not in `tools`"
-    require(bool(chosen), f"tool_choice: {missing}", field="tool_choice")
-    calls = constraints.ReplyConstraint(service, prompt, owner).require_calls(
-        [tools[index].original for index in chosen],
-        [f"tools[{index}].function.parameters" for index in chosen],
-        has_one_call=named is not None or request.parallel_tool_calls is False,
-    )
-    return constraints.add_constraint(service, params, calls, "tool_choice")
+        return None
+    name = None if choice == "required" else _read_named(choice)
+    return ForcedCall(name, "function.parameters", name is not None or request.parallel_tool_calls is False)
 
 
 def _read_named(choice: object) -> str:
@@ -156,37 +139,6 @@ def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
     return {"enable_thinking": False, **variables} if effort == "none" else variables
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One choice of the response while it is being sampled."""
-
-    parser: MessageParser | TemplateParser
-    has_one_call: bool = False
-    """Tool calls after the first are left out."""
-    parts: list[Part] = field(default_factory=list[Part])
-    tokens: list[int] = field(default_factory=list[int])
-    scored: list[Delta] = field(default_factory=list[Delta])
-    """The deltas whose log-probabilities the response has."""
-    finish_reason: str | None = None
-    num_calls: int = 0
-    """How many tool calls the stream has sent."""
-
-    def read(self, delta: Delta) -> list[Part]:
-        """Parse the new text and return its parts. With the last delta, set `finish_reason`.
-
-        The reason is "tool_calls" if the message has tool calls and the sample was not cut off by
-        `max_tokens`.
-        """
-        had_calls = self.parser.has_calls
-        parts = self.parser.feed(delta.text, is_last=delta.finish is not None)
-        if self.has_one_call:
-            parts = keep_first_call(parts, had_calls=had_calls)
-        if delta.finish is not None:
-            is_call = self.parser.has_calls and delta.finish.reason == "stop"
-            self.finish_reason = "tool_calls" if is_call else delta.finish.reason
-        return parts
-
-
 class _ChatCompletion(OpenAiReply):
     """Builds the choices of the response. Each sample becomes one message."""
 
@@ -202,23 +154,19 @@ class _ChatCompletion(OpenAiReply):
         self._prompt = prompt
         self._top = request.top_logprobs or 0
         self._has_described_prompt = False
-        separates = request.separate_reasoning is not False
-        self._choices = [
-            _Choice(prompt.create_parser(separates_reasoning=separates), request.parallel_tool_calls is False)
+        self._readers = [
+            prompt.create_reader(
+                separates_reasoning=request.separate_reasoning is not False,
+                has_one_call=request.parallel_tool_calls is False,
+            )
             for _ in range(prepared.num_samples)
         ]
+        self._num_calls = [0] * prepared.num_samples
+        """How many tool calls the stream has sent of each sample."""
 
-    def add(self, prompt_index: int, delta: Delta) -> None:
-        """Collect the parts, tokens and log-probabilities of a choice."""
-        choice = self._choices[delta.index]
-        choice.parts += choice.read(delta)
-        choice.tokens += delta.token_ids.tolist()
-        if self._request.logprobs:
-            choice.scored.append(delta)
-
-    def make_body(self) -> JsonObject:
+    def make_body(self, samples: Sequence[tuple[int, Delta]]) -> JsonObject:
         """Return the body of a response that is not streamed."""
-        return super().make_body() | self._describe_prompt()
+        return super().make_body(samples) | self._describe_prompt()
 
     def _describe_prompt(self) -> JsonObject:
         """Return the prompt's tokens and log-probabilities, if the client asked for them."""
@@ -230,26 +178,26 @@ class _ChatCompletion(OpenAiReply):
             described["prompt_token_ids"] = self._prompt.tokens
         return described
 
-    def make_choices(self) -> list[JsonObject]:
-        """Return the choices of a response that is not streamed."""
-        return [
-            {
-                "index": index,
-                "message": _make_message(choice.parts),
-                "logprobs": self._describe_logprobs(choice.scored) if self._request.logprobs else None,
-                "finish_reason": choice.finish_reason,
-                **({"token_ids": choice.tokens} if self._request.return_token_ids else {}),
-            }
-            for index, choice in enumerate(self._choices)
-        ]
+    def make_choice(self, prompt_index: int, delta: Delta) -> JsonObject:
+        """Return the choice of a sample in a response that is not streamed."""
+        parts = self._readers[delta.index].read(delta)
+        choice: JsonObject = {"index": delta.index, "message": _make_message(parts), "logprobs": None}
+        return choice | {"finish_reason": self._get_finish_reason(delta)} | self._describe_tokens(delta)
 
-    def _describe_logprobs(self, deltas: Sequence[Delta]) -> JsonObject:
-        slices = logprobs.score_deltas(deltas, self._top)
-        return {"content": logprobs.describe_chat(self._text, slices, with_top=self._top > 0), "refusal": None}
+    def _get_finish_reason(self, delta: Delta) -> str | None:
+        """Return why a sample has finished, or None if it has not.
+
+        The reason is "tool_calls" if the message has tool calls and the sample was not cut off by
+        `max_tokens`.
+        """
+        if delta.finish is None:
+            return None
+        is_call = self._readers[delta.index].has_calls and delta.finish.reason == "stop"
+        return "tool_calls" if is_call else delta.finish.reason
 
     def make_first_events(self) -> Iterator[JsonObject]:
         """Yield an empty message of the assistant for each choice."""
-        for index in range(len(self._choices)):
+        for index in range(len(self._readers)):
             yield self._make_event(index, {"role": "assistant", "content": ""})
 
     def _make_event(self, index: int, delta: JsonObject, token_fields: JsonObject | None = None) -> JsonObject:
@@ -261,8 +209,8 @@ class _ChatCompletion(OpenAiReply):
 
         The first event also describes the new tokens.
         """
-        index, choice = delta.index, self._choices[delta.index]
-        parts = choice.read(delta)
+        index = delta.index
+        parts = self._readers[index].read(delta)
         token_fields = self._describe_tokens(delta)
 
         if not self._has_described_prompt and (prompt_fields := self._describe_prompt()):
@@ -270,12 +218,20 @@ class _ChatCompletion(OpenAiReply):
         self._has_described_prompt = True
 
         for part in parts:
-            yield self._make_event(index, _make_delta(choice, part), token_fields)
+            yield self._make_event(index, self._make_delta(index, part), token_fields)
             token_fields = {}
-        if choice.finish_reason is not None:
-            yield self._make_event(index, {}, token_fields | {"finish_reason": choice.finish_reason})
+        if (reason := self._get_finish_reason(delta)) is not None:
+            yield self._make_event(index, {}, token_fields | {"finish_reason": reason})
         elif any(token_fields.values()):
             yield self._make_event(index, {"content": ""}, token_fields)
+
+    def _make_delta(self, index: int, part: Part) -> JsonObject:
+        """Return the `delta` object that adds a part to a message."""
+        if isinstance(part, TextPart):
+            return {"content" if part.kind == "content" else "reasoning_content": part.text}
+        call = {"index": self._num_calls[index], **_make_call(part)}
+        self._num_calls[index] += 1
+        return {"tool_calls": [call]}
 
     def _describe_tokens(self, delta: Delta) -> JsonObject:
         """Return the token ids and log-probabilities of a delta, if the client asked for them.
@@ -285,7 +241,8 @@ class _ChatCompletion(OpenAiReply):
         """
         described: JsonObject = {}
         if self._request.logprobs and len(delta.token_ids):
-            described["logprobs"] = self._describe_logprobs([delta])
+            content = logprobs.describe_chat(self._text, logprobs.score_delta(delta, self._top), with_top=self._top > 0)
+            described["logprobs"] = {"content": content, "refusal": None}
         if self._request.return_token_ids:
             described["token_ids"] = delta.token_ids.tolist()
         return described
@@ -303,15 +260,6 @@ def _make_message(parts: Sequence[Part]) -> JsonObject:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _make_delta(choice: _Choice, part: Part) -> JsonObject:
-    """Return the `delta` object that adds a part to its message."""
-    if isinstance(part, TextPart):
-        return {"content" if part.kind == "content" else "reasoning_content": part.text}
-    call = {"index": choice.num_calls, **_make_call(part)}
-    choice.num_calls += 1
-    return {"tool_calls": [call]}
 
 
 def _make_call(call: ToolCall) -> JsonObject:

@@ -5,17 +5,17 @@ prompt tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import constraints, logprobs, schemas
-from skyrl_tx.apps.chat.generation import Delta
+from skyrl_tx.apps.chat import logprobs, sampling_fields, schemas
+from skyrl_tx.apps.chat.generation import Delta, Finish
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import CompletionRequest
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
@@ -54,15 +54,13 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     )
 
     # Log-probabilities and sampling parameters
-    top = schemas.check_top_k(request.logprobs, "logprobs", service.limits)
-    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = sampling_fields.check_top_k(request.logprobs, "logprobs", service.limits)
+    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
-    params = schemas.convert_openai_fields(request, max_tokens or 1, "max_tokens")
-    params = add_stop_token(params, service.text.eos_token_id)
-    constraint = constraints.read_constraint(request.response_format, request.structured_outputs, call.caller.owner)
-    field = "response_format" if request.structured_outputs is None else "structured_outputs"
-    params = constraints.add_constraint(service, params, constraint, field)
-    num_samples = schemas.check_num_samples(request.n)
+    params = sampling_fields.convert_openai_fields(service, request, max_tokens or 1, "max_tokens")
+    constraint = sampling_fields.read_constraint(request, call.caller.owner)
+    params = sampling_fields.add_constraint(service, params, constraint)
+    num_samples = sampling_fields.check_num_samples(request.n)
     options = PromptOptions(
         logprobs=scores_prompt,
         topk=max(prompt_top, top if request.echo else 0) if scores_prompt else 0,
@@ -126,20 +124,6 @@ def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Pro
     return prompts
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One choice of the response while it is being sampled."""
-
-    logprobs: logprobs.CompletionLogprobs | None
-    text: str = ""
-    tokens: list[int] = field(default_factory=list[int])
-    scored: list[Delta] = field(default_factory=list[Delta])
-    """The deltas whose log-probabilities were not sent yet."""
-    finish_reason: str | None = None
-    is_started: bool = False
-    """True once the stream has sent an event of this choice."""
-
-
 class _Completion(OpenAiReply):
     """Builds the choices of the response. Sample s of prompt p is choice `p * n + s`."""
 
@@ -168,59 +152,32 @@ class _Completion(OpenAiReply):
         self._drops_tokens = drops_tokens
 
         self._top = request.logprobs or 0
-        self._choices = [
-            _Choice(
-                None
-                if request.logprobs is None
-                else logprobs.CompletionLogprobs(service.text, skip_special=requests[0].skip_special)
-            )
-            for _ in range(len(prompts) * self._num_samples)
-        ]
-        self.num_dropped = len(self._choices) if drops_tokens else 0
+        num_choices = len(prompts) * self._num_samples
+        self.num_dropped = num_choices if drops_tokens else 0
+        self._started: set[int] = set()
+        """The choices that have begun in the response."""
+        self._logprobs: list[logprobs.CompletionLogprobs] = []
+        """One per choice, if the client asked for log-probabilities."""
+        if request.logprobs is not None:
+            hidden = service.text.find_hidden_tokens() if requests[0].skip_special else frozenset[int]()
+            self._logprobs = [logprobs.CompletionLogprobs(service.text, hidden) for _ in range(num_choices)]
 
-    def add(self, prompt_index: int, delta: Delta) -> None:
-        """Collect the text, tokens and log-probabilities of a choice."""
-        choice = self._choices[prompt_index * self._num_samples + delta.index]
-        if delta.finish is not None:
-            choice.finish_reason = "length" if self._drops_tokens else delta.finish.reason
-        if self._drops_tokens:
-            return
-        choice.text += delta.text
-        choice.tokens += delta.token_ids.tolist()
-        if choice.logprobs is not None:
-            choice.scored.append(delta)
-
-    def make_choices(self) -> list[JsonObject]:
-        """Return the choices of a response that is not streamed."""
-        return [self._make_choice(index) for index in range(len(self._choices))]
-
-    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
-        """Yield one event with everything that is new in a choice, or nothing if nothing is new."""
-        index = prompt_index * self._num_samples + delta.index
-        choice = self._choices[index]
-        self.add(prompt_index, delta)
-
-        has_prompt = not choice.is_started and bool(
-            self._echo(prompt_index) or (self._request.echo and choice.logprobs)
-        )
-        has_tokens = bool(self._request.return_token_ids and choice.tokens)
-        if choice.text or choice.scored or choice.finish_reason is not None or has_prompt or has_tokens:
-            yield self.make_chunk([self._make_choice(index)])
-            choice.text, choice.tokens, choice.scored, choice.is_started = "", [], [], True
-
-    def _make_choice(self, index: int) -> JsonObject:
-        """Return the choice with everything that was not sent yet.
+    def make_choice(self, prompt_index: int, delta: Delta) -> JsonObject:
+        """Return the choice of a sample with its new text, tokens and log-probabilities.
 
         The first time, this includes what the client asked for about the prompt: its text, tokens
         and log-probabilities.
         """
-        prompt_index, choice = index // self._num_samples, self._choices[index]
-        text, echo = choice.text, None
-        more: JsonObject = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
+        if self._drops_tokens:
+            delta = _drop_tokens(delta)
+        index = prompt_index * self._num_samples + delta.index
+        text, echo = delta.text, None
+        more: JsonObject = {"token_ids": delta.token_ids.tolist()} if self._request.return_token_ids else {}
 
-        if not choice.is_started:
+        if index not in self._started:
+            self._started.add(index)
             text = self._echo(prompt_index) + text
-            if self._request.echo and choice.logprobs is not None:
+            if self._request.echo and self._logprobs:
                 scored = self._score_prompt(prompt_index, self._top)
                 echo = logprobs.Echo(self._echo(prompt_index), self._prompts[prompt_index].tokens, scored)
             if (k := self._request.prompt_logprobs) is not None:
@@ -229,16 +186,20 @@ class _Completion(OpenAiReply):
                 more["prompt_token_ids"] = self._prompts[prompt_index].tokens
 
         described = None
-        if choice.logprobs is not None:
-            slices = logprobs.score_deltas(choice.scored, self._top)
-            described = choice.logprobs.describe(slices, echo)
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": described,
-            "finish_reason": choice.finish_reason,
-            **more,
-        }
+        if self._logprobs:
+            described = self._logprobs[index].describe(logprobs.score_delta(delta, self._top), echo)
+        reason = None if delta.finish is None else delta.finish.reason
+        return {"index": index, "text": text, "logprobs": described, "finish_reason": reason, **more}
+
+    def make_events(self, prompt_index: int, delta: Delta) -> Iterator[JsonObject]:
+        """Yield one event with everything that is new in a choice, or nothing if nothing is new."""
+        if self._drops_tokens:
+            delta = _drop_tokens(delta)
+        is_started = prompt_index * self._num_samples + delta.index in self._started
+        shows_prompt = not is_started and bool(self._echo(prompt_index))
+        shows_tokens = len(delta.token_ids) > 0 and bool(self._logprobs or self._request.return_token_ids)
+        if delta.text or delta.finish is not None or shows_prompt or shows_tokens:
+            yield self.make_chunk([self.make_choice(prompt_index, delta)])
 
     def _score_prompt(self, prompt_index: int, k: int) -> Iterator[list[TokenLogprob]]:
         return logprobs.score_prompt(
@@ -250,4 +211,10 @@ class _Completion(OpenAiReply):
         if not self._request.echo:
             return ""
         prompt = self._prompts[prompt_index]
-        return self._text.decode(prompt.tokens, skip_special=False) if prompt.text is None else prompt.text
+        return self._text.decode(prompt.tokens) if prompt.text is None else prompt.text
+
+
+def _drop_tokens(delta: Delta) -> Delta:
+    """Return a delta without tokens and text. A sample whose tokens are dropped ends because of its length."""
+    finish = None if delta.finish is None else Finish("length")
+    return replace(delta, token_ids=delta.token_ids[:0], logprobs=delta.logprobs[:0], topk=None, text="", finish=finish)

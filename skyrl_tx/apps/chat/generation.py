@@ -8,9 +8,9 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Literal, TypeVar
@@ -19,7 +19,6 @@ import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
-from skyrl_tx.apps.chat.quota import find_sample_pause, make_refusal
 from skyrl_tx.apps.chat.text import SampleText
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
@@ -28,11 +27,11 @@ from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput, TopK
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import completions, engine_state, futures
 from skyrl_tx.store.completions import Partial
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import Pause
 
 _PAGE_SIZE = 1000
 _POLL_INTERVAL_S = 20.0
@@ -49,24 +48,8 @@ _RETRY_HEADERS = {"Retry-After": "5"}
 T = TypeVar("T")
 
 
-class Stream:
-    """A queue with the new tokens of one request. It must only be used on the event loop."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        """`notify` is called on the event loop when new tokens are in the queue."""
-        self._notify = notify
-        self._waiting: deque[Partial] = deque()
-
-    def put(self, new: list[Partial]) -> None:
-        """Append new tokens and notify the reader."""
-        self._waiting.extend(new)
-        self._notify()
-
-    def take(self) -> list[Partial]:
-        """Remove and return all tokens in the queue."""
-        taken = list(self._waiting)
-        self._waiting.clear()
-        return taken
+Put = Callable[[Sequence[Partial]], None]
+"""Takes new tokens of a request. Called on the event loop."""
 
 
 class PartialStreams:
@@ -76,22 +59,21 @@ class PartialStreams:
         self._store = store
         self._max_streams = max_streams
         self._lock = threading.Lock()
-        self._open: dict[RequestId, tuple[Stream, asyncio.AbstractEventLoop]] = {}
+        self._open: dict[RequestId, tuple[Put, asyncio.AbstractEventLoop]] = {}
         self._owners: Counter[str] = Counter()
         self._position = 0
 
-    def open(self, request_id: RequestId, owner: str, notify: Callable[[], None]) -> Stream | None:
+    def open(self, request_id: RequestId, owner: str, put: Put) -> bool:
         """Open a stream for a request, before the request is submitted.
 
-        Returns None if `max_streams` are open, or if the owner has a quarter of them.
+        Returns False if `max_streams` are open, or if the owner has a quarter of them.
         """
         with self._lock:
             if len(self._open) >= self._max_streams or self._owners[owner] >= max(self._max_streams // 4, 1):
-                return None
-            stream = Stream(notify)
-            self._open[request_id] = stream, asyncio.get_running_loop()
+                return False
+            self._open[request_id] = put, asyncio.get_running_loop()
             self._owners[owner] += 1
-        return stream
+        return True
 
     def close(self, request_id: RequestId, owner: str) -> None:
         """Close a stream. Idempotent."""
@@ -119,8 +101,8 @@ class PartialStreams:
 
             with self._lock:
                 due = [(self._open[request_id], rows) for request_id, rows in new.items() if request_id in self._open]
-            for (stream, loop), rows in due:
-                loop.call_soon_threadsafe(stream.put, rows)
+            for (put, loop), rows in due:
+                loop.call_soon_threadsafe(put, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +181,11 @@ class Generation:
     """
 
     def __init__(
-        self,
-        context: ApiContext,
-        caller: Principal,
-        request_id: RequestId,
-        texts: Sequence[SampleText],
-        *,
-        completed: Notification,
-        changed: asyncio.Event,
-        stream: Stream | None,
-        resources: ExitStack,
+        self, context: ApiContext, caller: Principal, request_id: RequestId, streams: PartialStreams | None
     ) -> None:
-        """`changed` is set when `completed` is resolved, and when `stream` has new tokens.
+        """Subscribe to a request before it is stored, so that no result is missed.
 
-        Closing `resources` closes `completed` and `stream`.
+        New tokens are read from `streams`, if it is given and has space.
         """
         self.request_id = request_id
         self.num_tokens = 0
@@ -221,12 +194,29 @@ class Generation:
         """Results about the prompt. Empty until the request is complete."""
         self._context = context
         self._caller = caller
-        self._samples = [_Sample(text) for text in texts]
-        self._completed = completed
-        self._changed = changed
-        self._stream = stream
-        self._resources = resources
+        self._samples: list[_Sample] = []
+        self._waiting: deque[Partial] = deque()
+        """New tokens that the engine wrote while the request runs."""
+        self._changed = asyncio.Event()
+        """Set when there is a result, and when there are new tokens."""
         self._is_over = False
+
+        with ExitStack() as stack:
+            self._completed = stack.enter_context(context.results.subscribe(request_id, caller.key_id))
+            self._completed.add_done_callback(lambda _: self._changed.set())
+            self.is_streamed = streams is not None and streams.open(request_id, caller.owner, self._put)
+            """Whether the engine has to write new tokens while the request runs."""
+            if streams is not None and self.is_streamed:
+                stack.callback(streams.close, request_id, caller.owner)
+            self._resources = stack.pop_all()
+
+    def begin(self, texts: Sequence[SampleText]) -> None:
+        """Continue after the request was stored. `texts` are the texts of its samples, which are still empty."""
+        self._samples = [_Sample(text) for text in texts]
+
+    def _put(self, new: Sequence[Partial]) -> None:
+        self._waiting.extend(new)
+        self._changed.set()
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield the deltas of all samples. The deltas of one sample are in order.
@@ -235,28 +225,24 @@ class Generation:
         """
         try:
             while not self._is_over:
-                await self._wait()
+                poll_at = time.monotonic() + _POLL_INTERVAL_S
+                if await self.wait_for_change(_POLL_INTERVAL_S):
+                    self._changed.clear()
 
                 # Tokens that the engine wrote while the request runs
-                for written in [] if self._stream is None else self._stream.take():
+                while self._waiting:
+                    written = self._waiting.popleft()
                     known = self._samples[written.sample_index].count_known(written.start, written.tokens)
                     if known is not None and known < len(written.tokens):
-                        yield self._make_delta(
-                            written.sample_index, written.tokens, written.logprobs, written.topk, first=known
-                        )
+                        yield self._make_delta(written.sample_index, written, first=known)
 
                 # The result
-                if self._completed.done() or time.monotonic() >= self._poll_at:
+                if self._completed.done() or time.monotonic() >= poll_at:
                     output = await self._read_output()
                     for index, sequence in enumerate([] if output is None else output.sequences):
                         yield await run_off_loop(partial(self._finish, index, sequence), len(sequence.tokens))
         finally:
             self.close()
-
-    async def _wait(self) -> None:
-        self._poll_at = time.monotonic() + _POLL_INTERVAL_S
-        if await self.wait_for_change(_POLL_INTERVAL_S):
-            self._changed.clear()
 
     async def wait_for_change(self, timeout_s: float) -> bool:
         """Wait for new tokens or the result. Returns False after `timeout_s` seconds.
@@ -294,40 +280,31 @@ class Generation:
         if not await context.run_call(owner, context.store.write, cancel_queued):
             return False
         self._is_over = True
-        self._resources.close()
+        self.release()
         raise make_refusal(pause)
 
-    def _make_delta(
-        self, index: int, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, *, first: int
-    ) -> Delta:
-        sample, new = self._samples[index], tokens[first:]
+    def _make_delta(self, index: int, sampled: Partial | SampledSequence, *, first: int) -> Delta:
+        """Return the tokens from `first` on, which were not sent yet."""
+        sample, new, topk = self._samples[index], sampled.tokens[first:], sampled.topk
         sample.sent += new.tolist()
         self.num_tokens += len(new)
         if topk is not None:
             topk = TopK(token_ids=topk.token_ids[first:], logprobs=topk.logprobs[first:])
         text = sample.text.feed(new.tolist())
-        return Delta(index=index, token_ids=new, logprobs=logprobs[first:], topk=topk, text=text)
+        return Delta(index=index, token_ids=new, logprobs=sampled.logprobs[first:], topk=topk, text=text)
 
     def _finish(self, index: int, sequence: SampledSequence) -> Delta:
         """Return the last delta of a complete sample: everything that was not sent yet."""
         sample = self._samples[index]
         # If more tokens were sent than the result has, the padding makes `count_known` raise
         padded = np.pad(sequence.tokens, (0, max(0, len(sample.sent) - len(sequence.tokens))), constant_values=-1)
-        first = sample.count_known(0, padded) or 0
-        delta = self._make_delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
+        delta = self._make_delta(index, sequence, first=sample.count_known(0, padded) or 0)
 
         # The rest of the text, and why the sample ended
         text = delta.text + sample.text.finish()
         matched = sample.text.stop_string
         reason = "stop" if matched is not None else sequence.stop_reason
-        return Delta(
-            index=index,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            topk=delta.topk,
-            text=text,
-            finish=Finish(reason, matched),
-        )
+        return replace(delta, text=text, finish=Finish(reason, matched))
 
     async def _read_output(self) -> SampleOutput | None:
         """Return the result, or None while the request is open.
@@ -355,7 +332,7 @@ class Generation:
         # The request is over: it has failed or is complete. A client that is slow to read the rest
         # needs no stream.
         self._is_over = True
-        self._resources.close()
+        self.release()
         if result is None:
             raise ApiError(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -370,12 +347,16 @@ class Generation:
         self.prompt_result = result.prompt
         return result
 
+    def release(self) -> None:
+        """Release the subscription and the stream. Idempotent."""
+        self._resources.close()
+
     def close(self) -> None:
         """Release the subscription, and cancel the request unless it is complete.
 
         Idempotent; never blocks.
         """
-        self._resources.close()
+        self.release()
         if self._is_over:
             return
         self._is_over = True
@@ -441,3 +422,23 @@ async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tupl
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def find_sample_pause(pauses: Collection[Pause], owner: str) -> Pause | None:
+    """Return the pause of an owner's samples, or None if the owner's quota is not used up."""
+    return next(
+        (
+            pause
+            for pause in pauses
+            if pause.limit == "sample_tokens_per_day" and (pause.subject_kind, pause.subject) == ("owner", owner)
+        ),
+        None,
+    )
+
+
+def make_refusal(pause: Pause) -> ApiError:
+    """Return the error 429 for a call that would have to wait until the end of a pause."""
+    # Without this `X-Should-Retry`, the OpenAI and Anthropic clients would retry until the quota is
+    # reset at the end of the day
+    headers = {"Retry-After": "60", "X-Should-Retry": "false"}
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")

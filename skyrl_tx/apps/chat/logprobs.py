@@ -36,21 +36,15 @@ class TokenLogprob:
     """
 
 
-def score_delta(delta: Delta, k: int) -> list[TokenLogprob]:
-    """Return the new tokens in a delta, with log-probabilities and the top `k` at each position."""
-    return [token for part in score_deltas([delta], k) for token in part]
-
-
-def score_deltas(deltas: Sequence[Delta], k: int) -> Iterator[list[TokenLogprob]]:
-    """Yield the tokens of deltas as `score_delta` returns them, in slices of up to 256 tokens."""
-    for delta in deltas:
-        yield from _iterate_slices(delta.token_ids, delta.logprobs, delta.topk, k)
+def score_delta(delta: Delta, k: int) -> Iterator[list[TokenLogprob]]:
+    """Yield the new tokens of a delta in slices, with log-probabilities and the top `k` at each position."""
+    return _iterate_slices(delta.token_ids, delta.logprobs, delta.topk, k)
 
 
 def score_prompt(tokens: Sequence[int], result: PromptResult, k: int) -> Iterator[list[TokenLogprob]]:
     """Yield the tokens of a prompt in slices, with log-probabilities. The first token has none."""
     assert result.logprobs is not None
-    yield from _iterate_slices(np.asarray(tokens, np.int32), result.logprobs, result.topk, k)
+    return _iterate_slices(np.asarray(tokens, np.int32), result.logprobs, result.topk, k)
 
 
 def _iterate_slices(
@@ -123,10 +117,10 @@ class CompletionLogprobs:
     A stream has multiple objects per choice.
     """
 
-    def __init__(self, text: ModelText, *, skip_special: bool) -> None:
-        """With `skip_special`, the choice's text has no special tokens."""
+    def __init__(self, text: ModelText, hidden: frozenset[int] = frozenset()) -> None:
+        """`hidden` are the tokens that the choice's text leaves out."""
         self._text = text
-        self._detokenizer = Detokenizer(text, skip_special=skip_special)
+        self._detokenizer = Detokenizer(text.decode, hidden)
         self._offset = 0
         """The position of the next token in the choice's text."""
 
@@ -138,8 +132,8 @@ class CompletionLogprobs:
         lists = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         if echo is not None:
             # Tokens that the tokenizer added before the text, for example BOS, get the offset 0
-            self._offset = -max(self._text.decode(echo.tokens, skip_special=False).find(echo.text), 0)
-            self._add(lists, echo.scored, Detokenizer(self._text, skip_special=False))
+            self._offset = -max(self._text.decode(echo.tokens).find(echo.text), 0)
+            self._add(lists, echo.scored, Detokenizer(self._text.decode))
             self._offset = len(echo.text)
         self._add(lists, sampled, self._detokenizer)
         return {name: values.finish() for name, values in lists.items()}
@@ -152,7 +146,7 @@ class CompletionLogprobs:
             for scored in part:
                 offsets.append(max(self._offset, 0))
                 self._offset += len(detokenizer.feed([scored.token]))
-            lists["tokens"].extend([self._text.decode([scored.token], skip_special=False) for scored in part])
+            lists["tokens"].extend([self._text.decode([scored.token]) for scored in part])
             lists["token_logprobs"].extend([scored.logprob for scored in part])
             lists["top_logprobs"].extend(
                 [None if scored.logprob is None else self._describe_top(scored) for scored in part]
@@ -166,7 +160,7 @@ class CompletionLogprobs:
         """
         top: dict[str, float] = {}
         for other, logprob in token.top:
-            text = self._text.decode([other], skip_special=False)
+            text = self._text.decode([other])
             top[text] = max(logprob, top.get(text, logprob))
         return top
 
@@ -176,7 +170,7 @@ def describe_chat(text: ModelText, slices: Iterable[list[TokenLogprob]], *, with
 
     def describe(token: int, logprob: float | None) -> dict[str, object]:
         return {
-            "token": text.decode([token], skip_special=False),
+            "token": text.decode([token]),
             "logprob": logprob,
             "bytes": list(text.decode_bytes(token)),
         }
@@ -210,7 +204,7 @@ def _describe_position(text: ModelText, scored: TokenLogprob, k: int) -> dict[st
         str(other): {
             "logprob": logprob,
             "rank": rank if rank <= k else None,
-            "decoded_token": text.decode([other], skip_special=False),
+            "decoded_token": text.decode([other]),
         }
         for rank, (other, logprob) in enumerate(scored.top, 1)
     }

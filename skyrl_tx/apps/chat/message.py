@@ -6,7 +6,7 @@ of models has its own message format. `FORMATS` lists them.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from skyrl_tx.apps.chat import tool_calls
@@ -25,7 +25,7 @@ class TextPart:
 Part = TextPart | ToolCall
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MessageBlock:
     """A part of a message between two delimiters.
 
@@ -81,52 +81,28 @@ class MessageFormat:
     def _select(self, *, calls: bool, reasoning: bool) -> "MessageFormat":
         left_out = {*(() if calls else ("call", "dropped")), *(() if reasoning else ("reasoning",))}
         blocks = tuple(block for block in self.blocks if block.kind not in left_out)
-        return MessageFormat(
-            blocks, self.template_markers, self.inner_delimiters if calls or self.has_headers else (), self.has_headers
-        )
+        inner_delimiters = self.inner_delimiters if calls or self.has_headers else ()
+        return replace(self, blocks=blocks, inner_delimiters=inner_delimiters)
 
 
-def _make_call(
-    read: Reader, start: str, *ends: str, keeps_end: bool = False, before_content: bool = False, needs_end: bool = False
-) -> MessageBlock:
-    return MessageBlock(
-        kind="call",
-        start=start,
-        ends=ends,
-        read=read,
-        keeps_end=keeps_end,
-        before_content=before_content,
-        needs_end=needs_end,
-    )
-
-
-def _make_dropped(delimiter: str) -> MessageBlock:
-    return MessageBlock(kind="dropped", start=delimiter, ends=("",))
-
-
-_THOUGHTS = tuple(
-    MessageBlock(kind="reasoning", start=start, ends=(end,), before_content=True)
-    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_THOUGHTS = (
+    MessageBlock("reasoning", "<think>", ("</think>",), before_content=True),
+    MessageBlock("reasoning", "[THINK]", ("[/THINK]",), before_content=True),
 )
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MESSAGE = "<|message|>"
 _PIECE = 4096
 """A long text is read in pieces of this many characters."""
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_AT_ONCE = ("",)
 
 FORMATS: Mapping[str, MessageFormat] = {
     # gpt-oss
     "harmony": MessageFormat(
         (
-            MessageBlock(
-                kind="call",
-                start=_MESSAGE,
-                ends=_HARMONY_ENDS,
-                read=tool_calls.read_harmony,
-                header=re.compile(r"to=functions\."),
-            ),
-            MessageBlock(kind="reasoning", start=_MESSAGE, ends=_HARMONY_ENDS, header=re.compile("analysis")),
-            MessageBlock(kind="content", start=_MESSAGE, ends=_HARMONY_ENDS),
+            MessageBlock("call", _MESSAGE, _HARMONY_ENDS, tool_calls.read_harmony, re.compile(r"to=functions\.")),
+            MessageBlock("reasoning", _MESSAGE, _HARMONY_ENDS, header=re.compile("analysis")),
+            MessageBlock("content", _MESSAGE, _HARMONY_ENDS),
         ),
         template_markers=("<|channel|>",),
         inner_delimiters=("<|start|>", "<|channel|>", "<|constrain|>"),
@@ -136,18 +112,11 @@ FORMATS: Mapping[str, MessageFormat] = {
     "deepseek_v32": MessageFormat(
         (
             *_THOUGHTS,
-            MessageBlock(
-                kind="call",
-                start="<｜DSML｜invoke",
-                ends=("</｜DSML｜invoke>",),
-                read=tool_calls.read_dsml,
-                needs_end=True,
-            ),
-            *(
-                _make_dropped(f"<{sign}｜DSML｜{name}>")
-                for name in ("function_calls", "tool_calls")
-                for sign in ("", "/")
-            ),
+            MessageBlock("call", "<｜DSML｜invoke", ("</｜DSML｜invoke>",), tool_calls.read_dsml, needs_end=True),
+            MessageBlock("dropped", "<｜DSML｜function_calls>", _AT_ONCE),
+            MessageBlock("dropped", "</｜DSML｜function_calls>", _AT_ONCE),
+            MessageBlock("dropped", "<｜DSML｜tool_calls>", _AT_ONCE),
+            MessageBlock("dropped", "</｜DSML｜tool_calls>", _AT_ONCE),
         ),
         template_markers=("｜DSML｜",),
         inner_delimiters=("｜DSML｜",),
@@ -156,9 +125,9 @@ FORMATS: Mapping[str, MessageFormat] = {
     "deepseek": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_deepseek, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-            _make_dropped("<｜tool▁calls▁begin｜>"),
-            _make_dropped("<｜tool▁calls▁end｜>"),
+            MessageBlock("call", "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>",), tool_calls.read_deepseek),
+            MessageBlock("dropped", "<｜tool▁calls▁begin｜>", _AT_ONCE),
+            MessageBlock("dropped", "<｜tool▁calls▁end｜>", _AT_ONCE),
         ),
         template_markers=("<｜tool▁call▁begin｜>",),
         inner_delimiters=("<｜tool▁sep｜>",),
@@ -167,16 +136,19 @@ FORMATS: Mapping[str, MessageFormat] = {
     "kimi": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_kimi, "<|tool_call_begin|>", "<|tool_call_end|>"),
-            _make_dropped("<|tool_calls_section_begin|>"),
-            _make_dropped("<|tool_calls_section_end|>"),
+            MessageBlock("call", "<|tool_call_begin|>", ("<|tool_call_end|>",), tool_calls.read_kimi),
+            MessageBlock("dropped", "<|tool_calls_section_begin|>", _AT_ONCE),
+            MessageBlock("dropped", "<|tool_calls_section_end|>", _AT_ONCE),
         ),
         template_markers=("<|tool_call_begin|>",),
         inner_delimiters=("<|tool_call_argument_begin|>",),
     ),
     # Mistral, Magistral and Devstral
     "mistral": MessageFormat(
-        (*_THOUGHTS, _make_call(tool_calls.read_mistral, "[TOOL_CALLS]", "[TOOL_CALLS]", keeps_end=True)),
+        (
+            *_THOUGHTS,
+            MessageBlock("call", "[TOOL_CALLS]", ("[TOOL_CALLS]",), tool_calls.read_mistral, keeps_end=True),
+        ),
         template_markers=("[TOOL_CALLS]",),
         inner_delimiters=("[ARGS]", "[CALL_ID]"),
     ),
@@ -184,27 +156,28 @@ FORMATS: Mapping[str, MessageFormat] = {
     "qwen3_coder": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_xml, _CALL, _END_CALL),
+            MessageBlock("call", _CALL, (_END_CALL,), tool_calls.read_xml),
             # Qwen3-Coder sometimes forgets `<tool_call>`
-            _make_call(tool_calls.read_xml, "<function=", "</function>", needs_end=True),
-            _make_dropped(_END_CALL),
+            MessageBlock("call", "<function=", ("</function>",), tool_calls.read_xml, needs_end=True),
+            MessageBlock("dropped", _END_CALL, _AT_ONCE),
         ),
         template_markers=("<function=",),
     ),
     # GLM-4.5 to 4.7
     "glm": MessageFormat(
-        (*_THOUGHTS, _make_call(tool_calls.read_glm, _CALL, _END_CALL, needs_end=True)), template_markers=("<arg_key>",)
+        (*_THOUGHTS, MessageBlock("call", _CALL, (_END_CALL,), tool_calls.read_glm, needs_end=True)),
+        template_markers=("<arg_key>",),
     ),
     # Hermes, Qwen2.5 and Qwen3
     "hermes": MessageFormat(
-        (*_THOUGHTS, _make_call(tool_calls.read_hermes, _CALL, _END_CALL)), template_markers=(_CALL,)
+        (*_THOUGHTS, MessageBlock("call", _CALL, (_END_CALL,), tool_calls.read_hermes)), template_markers=(_CALL,)
     ),
     # Llama 4, and Llama 3.2 if its chat template asks for calls in Python syntax
     "llama4": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_pythonic, "<|python_start|>", "<|python_end|>"),
-            _make_call(tool_calls.read_pythonic, "[", before_content=True),
+            MessageBlock("call", "<|python_start|>", ("<|python_end|>",), tool_calls.read_pythonic),
+            MessageBlock("call", "[", read=tool_calls.read_pythonic, before_content=True),
         ),
         template_markers=("[func_name1(",),
     ),
@@ -212,8 +185,8 @@ FORMATS: Mapping[str, MessageFormat] = {
     "llama3": MessageFormat(
         (
             *_THOUGHTS,
-            _make_call(tool_calls.read_llama3, "<|python_tag|>", before_content=True),
-            _make_call(tool_calls.read_llama3, "{", before_content=True),
+            MessageBlock("call", "<|python_tag|>", read=tool_calls.read_llama3, before_content=True),
+            MessageBlock("call", "{", read=tool_calls.read_llama3, before_content=True),
         ),
         template_markers=("<|python_tag|>", "ipython"),
     ),
@@ -409,12 +382,6 @@ class MessageParser:
         if content:
             self._has_content, self._follows_block = True, False
         return _make_text("content", content)
-
-
-def keep_first_call(parts: Sequence[Part], *, had_calls: bool) -> list[Part]:
-    """Drop every tool call but the first. With `had_calls`, earlier parts had a call."""
-    first = next((part for part in parts if isinstance(part, ToolCall)), None)
-    return [part for part in parts if isinstance(part, TextPart) or (part is first and not had_calls)]
 
 
 def _make_text(kind: Literal["reasoning", "content"], text: str) -> list[Part]:

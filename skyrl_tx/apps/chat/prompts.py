@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NoReturn, cast
 
-from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, MessageParser, choose_format
-from skyrl_tx.apps.chat.message_forms import Message, ToolArguments, read_text
+from skyrl_tx.apps.chat.generation import Delta
+from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, MessageParser, Part, TextPart, choose_format
 from skyrl_tx.apps.chat.response_template import ResponseTemplate, TemplateParser
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
@@ -19,6 +19,7 @@ from skyrl_tx.apps.chat.schemas import (
     ContentPart,
 )
 from skyrl_tx.apps.chat.service import ChatService
+from skyrl_tx.apps.chat.template import Message, ToolArguments, read_text
 from skyrl_tx.contract.errors import FieldError, ServerError
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.submission.validation import quote_value, require
@@ -43,9 +44,32 @@ class ChatPrompt:
         """The texts between the parts of a reply. The parser must see them, also if they are special tokens."""
         return self.form.list_delimiters(has_tools=bool(self.tools))
 
-    def create_parser(self, *, separates_reasoning: bool) -> MessageParser | TemplateParser:
-        """Create a parser for one reply."""
-        return self.form.create_parser(self.text, self.tools, separates_reasoning=separates_reasoning)
+    def create_reader(self, *, separates_reasoning: bool = True, has_one_call: bool = False) -> "ReplyReader":
+        """Create a reader for one reply. With `has_one_call`, it leaves out tool calls after the first."""
+        parser = self.form.create_parser(self.text, self.tools, separates_reasoning=separates_reasoning)
+        return ReplyReader(parser, has_one_call=has_one_call)
+
+
+class ReplyReader:
+    """Reads the parts of one reply as its text arrives."""
+
+    def __init__(self, parser: MessageParser | TemplateParser, *, has_one_call: bool) -> None:
+        self._parser = parser
+        self._has_one_call = has_one_call
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the reply has a tool call so far."""
+        return self._parser.has_calls
+
+    def read(self, delta: Delta) -> list[Part]:
+        """Return the new parts of the reply in order."""
+        had_calls = self.has_calls
+        parts = self._parser.feed(delta.text, is_last=delta.finish is not None)
+        if not self._has_one_call:
+            return parts
+        first = next((part for part in parts if not isinstance(part, TextPart)), None)
+        return [part for part in parts if isinstance(part, TextPart) or (part is first and not had_calls)]
 
 
 def render_prompt(

@@ -5,27 +5,31 @@ request and returns a `ChatReply`, which converts new tokens to the format of th
 """
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar, TypeVar, cast
+from http import HTTPStatus
+from typing import ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from skyrl_tx.apps.chat.errors import ApiName, describe_stream_error
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop, wait_for_first_change
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
-from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.apps.chat.text import ContextTooLong
+from skyrl_tx.contract.errors import FieldError, RequestError
+from skyrl_tx.process.text import make_line
 from skyrl_tx.server.context import ApiCall, receive_data_call
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
@@ -36,7 +40,29 @@ _SEND_TIMEOUT_S = 60.0
 """If a client reads nothing from a stream for this time, the stream ends and its samples are cancelled."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status in the access log if the client disconnects before the response is ready."""
+_OVERLOADED = 529
+"""Anthropic's HTTP status for an overloaded server. Used instead of 503."""
+_MAX_PARAM_CHARS = 200
+_KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
+_OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
+    HTTPStatus.BAD_REQUEST: ("invalid_request_error", None),
+    HTTPStatus.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key"),
+    HTTPStatus.FORBIDDEN: ("invalid_request_error", "insufficient_permissions"),
+    HTTPStatus.NOT_FOUND: ("invalid_request_error", "model_not_found"),
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ("invalid_request_error", None),
+    HTTPStatus.TOO_MANY_REQUESTS: ("rate_limit_error", "rate_limit_exceeded"),
+}
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
 
+ApiName = Literal["openai", "anthropic"]
 JsonObject = dict[str, object]
 """A JSON object, for example the body of a response."""
 T = TypeVar("T")
@@ -67,14 +93,10 @@ class ChatReply(ABC):
         """The running requests, in the order of `requests`. `serve` sets them before the first tokens arrive."""
 
     @abstractmethod
-    def add(self, prompt_index: int, delta: Delta) -> None:
-        """Collect new tokens for a response that is not streamed."""
+    def make_body(self, samples: Sequence[tuple[int, Delta]]) -> JsonObject:
+        """Return the body of a response that is not streamed. Called in a thread.
 
-    @abstractmethod
-    def make_body(self) -> JsonObject:
-        """Return the body of a response that is not streamed.
-
-        Called in a thread after all samples are complete.
+        `samples` are all samples in order, each as one delta with the index of its prompt.
         """
 
     def make_first_events(self) -> Iterator[JsonObject]:
@@ -89,9 +111,9 @@ class ChatReply(ABC):
     def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the events that come after the last token."""
 
-    @abstractmethod
     def encode(self, event: JsonObject) -> bytes:
         """Encode one event."""
+        return encode_event(event)
 
 
 class OpenAiReply(ChatReply):
@@ -122,12 +144,13 @@ class OpenAiReply(ChatReply):
         }
 
     @abstractmethod
-    def make_choices(self) -> list[JsonObject]:
-        """Return the choices of a response that is not streamed."""
+    def make_choice(self, prompt_index: int, delta: Delta) -> JsonObject:
+        """Return the choice of a sample in a response that is not streamed."""
 
-    def make_body(self) -> JsonObject:
+    def make_body(self, samples: Sequence[tuple[int, Delta]]) -> JsonObject:
         """Return the body of a response that is not streamed."""
-        return {**self._common_fields, "choices": self.make_choices(), "usage": self._count_usage()}
+        choices = [self.make_choice(prompt_index, delta) for prompt_index, delta in samples]
+        return {**self._common_fields, "choices": choices, "usage": self._count_usage()}
 
     def make_chunk(self, choices: Sequence[JsonObject], prompt_fields: JsonObject | None = None) -> JsonObject:
         """Return one event.
@@ -153,10 +176,6 @@ class OpenAiReply(ChatReply):
             "total_tokens": num_prompt + num_sampled,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-    def encode(self, event: JsonObject) -> bytes:
-        """Encode one event."""
-        return encode_event(event)
 
 
 async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], ChatReply]) -> Response:
@@ -192,9 +211,10 @@ async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tup
 
 
 async def _complete(reply: ChatReply) -> Response:
-    async for prompt_index, delta in merge_deltas(reply.generations):
-        await run_off_loop(partial(reply.add, prompt_index, delta), delta.size)
-    return await run_in_threadpool(lambda: make_json_response(reply.make_body()))
+    # A request that is not streamed has one delta per sample, when all its samples are complete
+    samples = [item async for item in merge_deltas(reply.generations)]
+    samples.sort(key=lambda item: item[0])
+    return await run_in_threadpool(lambda: make_json_response(reply.make_body(samples)))
 
 
 async def _start_stream(stream: "EventStream", generations: Sequence[Generation]) -> Response:
@@ -318,3 +338,55 @@ async def _end_with_error(
             yield event
     except Exception as error:
         yield encode_error(error)
+
+
+def convert_error_response(api: ApiName, response: Response, error: Exception) -> Response:
+    """Convert an error response of this server to an error response of an API."""
+    detail = str(json.loads(bytes(response.body)).get("detail", ""))
+    headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
+    if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers.setdefault("retry-after", "5")
+
+    status = response.status_code
+    is_overloaded = api == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
+    return JSONResponse(
+        describe_error(api, status, detail, error),
+        status_code=_OVERLOADED if is_overloaded else status,
+        headers=headers,
+    )
+
+
+def describe_error(api: ApiName, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
+    """Return the body of an error response.
+
+    `detail` is the message of this server's own error response.
+    """
+    # Clients recognize the error for a too long prompt by its text (Anthropic) or code (OpenAI)
+    too_long = error if isinstance(error, ContextTooLong) else None
+    if api == "anthropic":
+        if too_long is not None:
+            detail = f"prompt is too long: {too_long.num_prompt} tokens > {too_long.limit} maximum"
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": detail}}
+
+    # OpenAI's `code` of 404 says that a model does not exist, which would mislead for an unknown
+    # path
+    kind, code = _OPENAI_TYPES.get(status, ("server_error", None))
+    if too_long is not None:
+        code = "context_length_exceeded"
+    if status == HTTPStatus.NOT_FOUND and "not offered" in detail:
+        code = None
+
+    # A field can be a key that the client sent
+    field = error.field if isinstance(error, ApiError | FieldError) else None
+    param = None if field is None else make_line(field, _MAX_PARAM_CHARS)
+    return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
+
+
+def describe_stream_error(api: ApiName, error: Exception) -> dict[str, object]:
+    """Return the body of an error event, for an error after the response has started."""
+    status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
+    detail = error.detail if isinstance(error, ApiError) else "internal error"
+    if isinstance(error, RequestError):
+        status, detail = HTTPStatus.BAD_REQUEST, error.message
+    return describe_error(api, status, detail, error)

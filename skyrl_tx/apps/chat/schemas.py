@@ -7,19 +7,13 @@ that clients that send them still work.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Annotated, Literal, Self, TypeVar, cast
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from skyrl_tx.apps.chat.sampling_controls import read_controls
-from skyrl_tx.apps.chat.service import Limits
-from skyrl_tx.contract.numbers import check_number
-from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.context import ApiCall
-from skyrl_tx.server.routes.sampling import check_stops
 from skyrl_tx.server.schemas.base import Int, List, WireModel
-from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
+from skyrl_tx.server.submission.validation import quote_value, require
 
 _MAX_PROMPTS = 1024
 _MAX_MESSAGES = 10_000
@@ -62,11 +56,6 @@ class StructuredOutputs(WireModel):
     choice: List[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-
-    def list_given(self) -> list[tuple[str, object]]:
-        """Return the names in the request and the values of all fields."""
-        names = ("regex", "choice", "grammar", "json_object")
-        return [("json", self.json_), *((name, getattr(self, name)) for name in names)]
 
 
 class GenerationFields(WireModel):
@@ -363,96 +352,3 @@ def _refuse_unknown(value: object, where: str) -> None:
         require(unknown is None, f"{path} {quote_value(unknown)}: this server does not know the field", field=path)
     for name in value.model_fields_set:
         _refuse_unknown(getattr(value, name), f"{prefix}{name}")
-
-
-def make_params(
-    *,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    top_k: int | None = None,
-    stop: str | list[str] | None = None,
-    stop_token_ids: list[int] | None = None,
-    ignore_eos: bool = False,
-    max_tokens_name: str = "max_tokens",
-    stop_name: str = "stop",
-) -> SamplingParams:
-    """Convert the fields of a request to sampling parameters. Absent fields get OpenAI's defaults.
-
-    A `seed` of -1 draws one, as in vLLM and llama.cpp. `max_tokens_name` and `stop_name` are the
-    names of these fields in the request. Raises UserError, with the name of the field, for an
-    invalid value.
-    """
-    # How tokens are drawn
-    if max_tokens is not None:
-        check_number(max_tokens_name, max_tokens, field="max_tokens")
-    temperature = 1.0 if temperature is None else temperature
-    top_p = 1.0 if top_p is None else top_p
-    top_k = top_k or -1
-    check_number("temperature", temperature)
-    check_number("top_p", top_p)
-    check_number("top_k", top_k)
-
-    # When a sample stops
-    strings = [stop] if isinstance(stop, str) else stop or []
-    require(all(strings), f"{stop_name}: a stop string must not be empty", field=stop_name)
-    tokens = stop_token_ids or []
-    check_stops(strings, tokens, stop_name, "stop_token_ids")
-
-    return SamplingParams(
-        seed=choose_seed(None if seed == -1 else seed, "seed"),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_token_ids=tuple(tokens),
-        stop_strings=tuple(strings),
-        eos_stops=not ignore_eos,
-    )
-
-
-def convert_openai_fields(request: GenerationFields, max_tokens: int | None, name: str) -> SamplingParams:
-    """Convert the fields of an OpenAI request to sampling parameters.
-
-    `name` is the request's field for `max_tokens`. Raises UserError for a value that is not
-    supported.
-    """
-    require(
-        request.best_of in (None, request.n or 1),
-        f"best_of {quote_value(request.best_of)}: must be equal to n, which is {request.n or 1}",
-        field="best_of",
-    )
-
-    params = make_params(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=request.seed,
-        stop=request.stop,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=bool(request.ignore_eos),
-        max_tokens_name=name,
-    )
-    return replace(params, controls=read_controls(request, max_tokens, name))
-
-
-def check_num_samples(n: int | None) -> int:
-    """Return the number of samples per prompt, by default 1.
-
-    Raises UserError if it is out of range.
-    """
-    count = 1 if n is None else n
-    check_number("n", count, field="num_samples")
-    return count
-
-
-def check_top_k(value: int | None, name: str, limits: Limits) -> int:
-    """Return how many top log-probabilities a field asks for, by default 0.
-
-    Raises UserError if the backend supports fewer.
-    """
-    count = value or 0
-    check_number(name, count, field="topk_logprobs", high=limits.max_topk)
-    return count

@@ -4,7 +4,6 @@ Callers pass a `ChatRequest` to `ChatService.start`, and then read the new token
 `deltas` of the `Generation` that it returns.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -13,20 +12,18 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import cast
 
 import numpy as np
 from msgspec import UNSET
 
-from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams
+from skyrl_tx.apps.chat.generation import CANCELLED, Generation, PartialStreams, find_sample_pause, make_refusal
 from skyrl_tx.apps.chat.models import Weights
-from skyrl_tx.apps.chat.quota import find_sample_pause, make_refusal
 from skyrl_tx.apps.chat.response_template import ResponseTemplate
-from skyrl_tx.apps.chat.text import ContextTooLong, Decoder, ModelText, SampleText
+from skyrl_tx.apps.chat.text import ContextTooLong, ModelText, SampleText
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.numbers import MAX_SAMPLES
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -68,36 +65,19 @@ class Limits:
     """The fields of `SamplingControls` that the backend supports; None until an engine has started."""
 
 
-class LimitsReader:
-    """Reads the engine's limits from the database, at most once every two seconds. Thread-safe."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._read_at = float("-inf")
-        self._limits = Limits()
-
-    def get_limits(self) -> Limits:
-        """Return the limits, which may be two seconds old."""
-        with self._lock:
-            if time.monotonic() - self._read_at >= _MAX_LIMITS_AGE_S:
-                self._limits = self._read()
-                self._read_at = time.monotonic()
-            return self._limits
-
-    def _read(self) -> Limits:
-        state = self._store.read(engine_state.get)
-        if state is None or not state.capabilities:
-            return Limits()
-        published = state.capabilities
-        fingerprint = json.dumps(published.get("fingerprint", {}), sort_keys=True).encode()
-        return Limits(
-            max_context_length=cast(int | None, published.get("max_context_length")),
-            max_topk=cast(int, published.get("max_topk_logprobs", 0)),
-            eos_token_ids=frozenset(cast(list[int], published.get("eos_token_ids", []))),
-            sampling_controls=frozenset(cast(list[str], published.get("sampling_controls", []))),
-            fingerprint=f"fp_{hashlib.sha256(fingerprint).hexdigest()[:12]}",
-        )
+def _read_limits(store: Store) -> Limits:
+    state = store.read(engine_state.get)
+    if state is None or not state.capabilities:
+        return Limits()
+    published = state.capabilities
+    fingerprint = json.dumps(published.get("fingerprint", {}), sort_keys=True).encode()
+    return Limits(
+        max_context_length=cast(int | None, published.get("max_context_length")),
+        max_topk=cast(int, published.get("max_topk_logprobs", 0)),
+        eos_token_ids=frozenset(cast(list[int], published.get("eos_token_ids", []))),
+        sampling_controls=frozenset(cast(list[str], published.get("sampling_controls", []))),
+        fingerprint=f"fp_{hashlib.sha256(fingerprint).hexdigest()[:12]}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +105,6 @@ class ChatRequest:
     """The name of the session that the server creates for these requests, for example "Playground"."""
 
 
-class _NoText:
-    """Used instead of a tokenizer if the model has none."""
-
-    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        """Return an empty text."""
-        return ""
-
-
 class ChatService:
     """Starts sample requests in the API process. There is one service per application."""
 
@@ -140,7 +112,9 @@ class ChatService:
         settings = context.settings
         self.context = context
         self.text = ModelText(settings)
-        self._limits_reader = LimitsReader(context.store)
+        self._limits = Limits()
+        self._limits_read_at = float("-inf")
+        self._limits_lock = threading.Lock()
         self.streams = PartialStreams(context.store, settings.max_streams)
         context.results.add_reader(self.streams.read)
         self._cancel_unread_calls()
@@ -165,8 +139,12 @@ class ChatService:
 
     @property
     def limits(self) -> Limits:
-        """The engine's limits. Reads the database at most once every two seconds."""
-        return self._limits_reader.get_limits()
+        """The engine's limits. Reads the database at most once every two seconds. Thread-safe."""
+        with self._limits_lock:
+            if time.monotonic() - self._limits_read_at >= _MAX_LIMITS_AGE_S:
+                self._limits = _read_limits(self.context.store)
+                self._limits_read_at = time.monotonic()
+            return self._limits
 
     @cached_property
     def response_template(self) -> ResponseTemplate | None:
@@ -214,33 +192,16 @@ class ChatService:
         return started
 
     async def _start(self, caller: Principal, request: ChatRequest) -> Generation:
-        context = self.context
-        key = f"chat/{secrets.token_hex(16)}"
-        request_id = futures.make_request_id(key)
-        changed = asyncio.Event()
-        with ExitStack() as stack:
-            # Subscribe before the request is stored, so that no result is missed
-            completed = stack.enter_context(context.results.subscribe(request_id, caller.key_id))
-            completed.add_done_callback(lambda _: changed.set())
-            stream = None
-            if request.is_streamed and not request.options.wants_prompt:
-                stream = self.streams.open(request_id, caller.owner, changed.set)
-                stack.callback(self.streams.close, request_id, caller.owner)
-
-            # Store the request
-            texts = await context.run_call(
-                caller.owner, self._submit, caller, request, key, is_streamed=stream is not None
-            )
-            return Generation(
-                context,
-                caller,
-                request_id,
-                texts,
-                completed=completed,
-                changed=changed,
-                stream=stream,
-                resources=stack.pop_all(),
-            )
+        context, key = self.context, f"chat/{secrets.token_hex(16)}"
+        streams = self.streams if request.is_streamed and not request.options.wants_prompt else None
+        generation = Generation(context, caller, futures.make_request_id(key), streams)
+        try:
+            submit = partial(self._submit, caller, request, key, is_streamed=generation.is_streamed)
+            generation.begin(await context.run_call(caller.owner, submit))
+        except BaseException:
+            generation.release()
+            raise
+        return generation
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Encode a prompt. Raises ContextTooLong for a text that cannot fit into the context.
@@ -297,37 +258,38 @@ class ChatService:
         constraint = request.params.active_controls.constraint
         num_bytes = prompt.nbytes + (0 if constraint is None else len(constraint.text))
         self.context.stored_bytes.add(caller.owner, num_bytes)
+
+        def queue() -> tuple[Submission, futures.SubmittedRequest | None]:
+            row = sampling.find_or_create_sampling_session(
+                store, caller, request.kind, request.weights.base_model, request.weights.path
+            )
+
+            # Build the request for the engine. `as_sent` does not contain which kind of
+            # log-probabilities the server is configured to return.
+            as_sent = requests.Sample(
+                prompt=prompt,
+                num_samples=request.num_samples,
+                sampler=row.sampler_id,
+                params=request.params,
+                options=request.options,
+                is_private=request.is_private or UNSET,
+            )
+            params = sampling.set_logprobs(request.params, self.context.settings.sampled_logprobs)
+            complete = as_sent if params is request.params else replace(as_sent, params=params)
+            sample = Submission.from_request(complete, as_sent=as_sent)
+
+            # Write the request to the database, for the engine that admission chooses
+            engine = admission.choose_engine(row.sampling_session_id)
+            return sample, store.write(
+                lambda tx: submission.submit_to_sampler(
+                    tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
+                )
+            )
+
         with admission.reserve(caller.owner, num_bytes):
-            submitted = None
-            sample = Submission.from_request(requests.Rejected(kind="sample", message=""))  # replaced in the loop
-            # Repeat if the session ends between its lookup and the submission
-            while submitted is None:
-                weights = request.weights
-                row = sampling.find_or_create_sampling_session(
-                    store, caller, request.kind, weights.base_model, weights.path
-                )
-
-                # Build the request for the engine. `as_sent` does not contain which kind of
-                # log-probabilities the server is configured to return.
-                as_sent = requests.Sample(
-                    prompt=prompt,
-                    num_samples=request.num_samples,
-                    sampler=row.sampler_id,
-                    params=request.params,
-                    options=request.options,
-                    is_private=request.is_private or UNSET,
-                )
-                params = sampling.set_logprobs(request.params, self.context.settings.sampled_logprobs)
-                complete = as_sent if params is request.params else replace(as_sent, params=params)
-                sample = Submission.from_request(complete, as_sent=as_sent)
-
-                # Write the request to the database, for the engine that admission chooses
-                engine = admission.choose_engine(row.sampling_session_id)
-                submitted = store.write(
-                    lambda tx, row=row, sample=sample, engine=engine: submission.submit_to_sampler(
-                        tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
-                    )
-                )
+            sample, submitted = queue()
+            while submitted is None:  # the session ended between its lookup and the submission
+                sample, submitted = queue()
         admission.record(caller.owner, submitted, len(sample.body))
         return texts
 
@@ -336,32 +298,23 @@ class ChatService:
 
         Raises UserError if text is needed and the model has no tokenizer.
         """
-        decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
-        if decoder is self.text:
+        if request.needs_text:
             self.text.check()
-        hidden = (
-            self.text.find_hidden_tokens(request.delimiters) if request.delimiters and request.skip_special else None
-        )
+        has_text = self.text.has_tokenizer
+        hides_special = has_text and request.skip_special
+        hidden = self.text.find_hidden_tokens(request.delimiters) if hides_special else frozenset[int]()
         stop_tokens = frozenset(request.params.stop_token_ids)
         if request.params.eos_stops:
             stop_tokens |= self.limits.eos_token_ids
 
         return [
             SampleText(
-                decoder,
+                self.text.decode if has_text else lambda tokens: "",
                 stops=request.params.stop_strings,
                 stop_tokens=stop_tokens,
                 keep_stop=request.keep_stop,
-                skip_special=request.skip_special and hidden is None,
-                hidden=hidden or frozenset(),
+                hidden=hidden,
                 min_tokens=request.params.active_controls.min_tokens,
             )
             for _ in range(request.num_samples)
         ]
-
-
-def add_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
-    """Add a stop token to sampling parameters. Has no effect if the client set `ignore_eos`."""
-    if token is None or not params.eos_stops or token in params.stop_token_ids:
-        return params
-    return replace(params, stop_token_ids=(*params.stop_token_ids, token))

@@ -1,9 +1,16 @@
-"""Render a conversation with the chat template of a model."""
+"""Render a conversation with the chat template of a model.
+
+Some templates cannot render the form of the client. For example, some accept only one system
+message, and some concatenate the arguments of a tool call with other text, so the arguments must
+be a string. `_iterate_forms` yields other forms: lists of messages with the same content, written
+in another way.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +19,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from skyrl_tx.apps.chat.message_forms import Message, iterate_forms, read_text
 from skyrl_tx.contract.errors import FieldError, ServerError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -33,6 +39,7 @@ _PROBES: Mapping[str, Sequence[str]] = {
 }
 """The roles of a short conversation for each role that a message can have."""
 
+Message = Mapping[str, object]
 Tool = Mapping[str, object]
 
 
@@ -183,7 +190,7 @@ class ChatTemplate:
 
         # Try the forms of the messages
         render, failure = _compile(source), None
-        for form in iterate_forms(prepared):
+        for form in _iterate_forms(prepared):
             try:
                 text = render(**template_variables, messages=form)
             except Exception as error:  # a template is a program, so it can raise anything
@@ -228,3 +235,83 @@ def _rename_reasoning(message: Message) -> dict[str, object]:
     present = {name: value for name, value in message.items() if value is not None}
     reasoning = next((present[name] for name in _REASONING if name in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+class ToolArguments(dict[str, object]):
+    """The arguments of a tool call, with the JSON text that the client sent."""
+
+    def __init__(self, values: Mapping[str, object], sent: str) -> None:
+        super().__init__(values)
+        self._sent = sent
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON text."""
+        return self._sent
+
+
+def read_text(message: Message) -> str:
+    """Return the content of a message as one text. Parts are joined with line breaks."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in cast(list[Mapping[str, object]], content))
+    return str(content or "")
+
+
+def _iterate_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield a conversation as it is, then in other forms, with as few changes as possible."""
+    seen: list[Sequence[Message]] = []
+    for size in range(len(_CHANGES) + 1):
+        for changes in combinations(_CHANGES, size):
+            form = messages
+            for change in changes:
+                form = change(form)
+            if form not in seen:
+                seen.append(form)
+                yield form
+
+
+def _join_parts(messages: Sequence[Message]) -> Sequence[Message]:
+    """Make the content of every message one text. A message without content gets an empty text."""
+    return [{**message, "content": read_text(message)} for message in messages]
+
+
+def _write_arguments(messages: Sequence[Message]) -> Sequence[Message]:
+    """Write the arguments of tool calls as JSON text."""
+
+    def convert(call: Mapping[str, object]) -> Mapping[str, object]:
+        function = cast(Mapping[str, object], call["function"])
+        arguments = function["arguments"]
+        sent = arguments.text if isinstance(arguments, ToolArguments) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": sent}}
+
+    return [
+        {**message, "tool_calls": [convert(call) for call in cast(list[Mapping[str, object]], message["tool_calls"])]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _merge_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """Merge all system messages into one at the beginning."""
+    texts = [read_text(message) for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else messages
+
+
+def _merge_turns(messages: Sequence[Message]) -> Sequence[Message]:
+    """Merge consecutive messages of the user, and of the assistant."""
+    merged: list[Message] = []
+    for message in messages:
+        last = merged[-1] if merged else {}
+        is_same = message["role"] in ("user", "assistant") and message["role"] == last.get("role")
+        if is_same and "tool_calls" not in last:
+            text = f"{read_text(last)}\n\n{read_text(message)}"
+            merged[-1] = {**last, **message, "content": text}
+        else:
+            merged.append(message)
+    return merged
+
+
+_CHANGES = (_join_parts, _write_arguments, _merge_system, _merge_turns)

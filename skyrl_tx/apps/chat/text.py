@@ -1,9 +1,9 @@
 """Load the tokenizer and chat template of the served model, and turn sampled tokens into text."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.apps.chat.tokenizer_files import TOKENIZER, TokenizerFiles
@@ -53,15 +53,8 @@ class ContextTooLong(UserError):
         self.limit = limit
 
 
-class Decoder(Protocol):
-    """Turns tokens into text."""
-
-    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of tokens. Incomplete UTF-8 becomes U+FFFD.
-
-        `skip_special` leaves out special tokens.
-        """
-        ...
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of tokens, including special tokens. Incomplete UTF-8 becomes U+FFFD."""
 
 
 class ModelText:
@@ -80,11 +73,10 @@ class ModelText:
     @property
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer. Raises UserError if the model has none."""
-        if self._tokenizer is None:
-            with self._loading:
-                if self._tokenizer is None:
-                    self._tokenizer = self._load()
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
 
     def _load(self) -> "Tokenizer":
         tokenizer = self._files.load_tokenizer()
@@ -116,11 +108,10 @@ class ModelText:
     @property
     def template(self) -> ChatTemplate:
         """The chat template. Raises UserError if there is none, and ServerError if it cannot be read."""
-        if self._template is None:
-            with self._loading:
-                if self._template is None:
-                    self._template = self._files.load_template(self._settings.chat_template)
-        return self._template
+        with self._loading:
+            if self._template is None:
+                self._template = self._files.load_template(self._settings.chat_template)
+            return self._template
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Encode a text.
@@ -139,9 +130,9 @@ class ModelText:
     def _max_token_bytes(self) -> int:
         return max(len(piece.encode()) for piece in self.tokenizer.get_vocab())
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of tokens. Incomplete UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, including special tokens. Incomplete UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def decode_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of one token. The bytes may be a part of a character."""
@@ -157,7 +148,7 @@ class ModelText:
             return bytes(table[character] for character in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        return self.decode([token], skip_special=False).encode()
+        return self.decode([token]).encode()
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -176,10 +167,9 @@ class ModelText:
         """The description of the model's messages in the form of transformers, or None."""
         return self._files.response_template
 
-    def find_hidden_tokens(self, delimiters: Collection[str]) -> frozenset[int] | None:
-        """Return all special tokens that are no delimiters, or None if no delimiter is a special token."""
-        hidden = frozenset(token for text, token in self.special_tokens.items() if text not in delimiters)
-        return hidden if len(hidden) < len(self.special_tokens) else None
+    def find_hidden_tokens(self, delimiters: Collection[str] = ()) -> frozenset[int]:
+        """Return the special tokens that are left out of a text: all that are no delimiters."""
+        return frozenset(token for text, token in self.special_tokens.items() if text not in delimiters)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -208,9 +198,10 @@ class Detokenizer:
     incomplete last character.
     """
 
-    def __init__(self, decoder: Decoder, *, skip_special: bool = True) -> None:
-        self._decoder = decoder
-        self._skip_special = skip_special
+    def __init__(self, decode: Decode, hidden: frozenset[int] = frozenset()) -> None:
+        """The tokens in `hidden` are left out of the text."""
+        self._decode = decode
+        self._hidden = hidden
         self._window: list[int] = []
         """Tokens that are decoded together with the next tokens.
 
@@ -223,11 +214,12 @@ class Detokenizer:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the new text that no later token can change."""
-        if not tokens:
+        shown = [token for token in tokens if token not in self._hidden] if self._hidden else tokens
+        if not shown:
             return ""
 
         # Hold back U+FFFD at the end, unless the bytes are certainly invalid
-        self._window.extend(tokens)
+        self._window.extend(shown)
         text = self._decode(self._window)
         num_held = len(text) - len(text.rstrip(_INCOMPLETE))
         is_invalid = num_held > _MAX_HELD
@@ -255,9 +247,6 @@ class Detokenizer:
         piece = text[self._num_released :]
         self._num_released = len(text)
         return piece
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(tokens, skip_special=self._skip_special)
 
 
 def count_possible_start(text: str, tags: Sequence[str]) -> int:
@@ -330,23 +319,21 @@ class SampleText:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decode: Decode,
         *,
         stops: Sequence[str],
         stop_tokens: frozenset[int],
         keep_stop: bool = False,
-        skip_special: bool = True,
         hidden: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
         """With `keep_stop`, the text includes the stop string or token that ended the sample.
 
-        The first `min_tokens` tokens are not searched for stop strings.
-        Without `skip_special`, tokens in `hidden` are still left out.
+        The first `min_tokens` tokens are not searched for stop strings. The tokens in `hidden` are
+        left out of the text.
         """
-        self._decoder = decoder
-        self._hidden = hidden
-        self._detokenizer = Detokenizer(decoder, skip_special=skip_special)
+        self._decode = decode
+        self._detokenizer = Detokenizer(decode, hidden)
         self._stops = StopStrings(stops, keep_match=keep_stop)
         self._num_exempt = min_tokens
         self._last: list[int] = []
@@ -363,23 +350,18 @@ class SampleText:
         if self._num_exempt:
             num = min(self._num_exempt, len(tokens))
             self._num_exempt -= num
-            return self._decode(tokens[:num]) + (self.feed(tokens[num:]) if tokens[num:] else "")
+            return self._detokenizer.feed(tokens[:num]) + (self.feed(tokens[num:]) if tokens[num:] else "")
         if self._stops.num_chars:
             self._last = [*self._last, *tokens][-_MAX_INCOMPLETE * self._stops.num_chars :]
         # Only the last token of a sample can be a stop token
         if tokens and tokens[-1] in self._stop_tokens:
             tokens = tokens[:-1]
-        return self._stops.feed(self._decode(tokens))
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if self._hidden:
-            tokens = [token for token in tokens if token not in self._hidden]
-        return self._detokenizer.feed(tokens)
+        return self._stops.feed(self._detokenizer.feed(tokens))
 
     def finish(self) -> str:
         """Return the rest of the text."""
         text = self._stops.feed(self._detokenizer.finish())
         # Special tokens are not in the text, but may be in a stop string
         if self._last:
-            self._stops.match_end(self._decoder.decode(self._last, skip_special=False))
+            self._stops.match_end(self._decode(self._last))
         return text + self._stops.finish()

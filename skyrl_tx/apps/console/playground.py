@@ -19,7 +19,7 @@ from sqlmodel import Session
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_tx.apps.chat import logprobs, prompts, schemas
+from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields, schemas
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_sampler_checkpoints, resolve_weights
@@ -220,13 +220,13 @@ async def _chat(request: Request, call: ApiCall) -> Response:
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
         body = schemas.parse_request(call, PlaygroundChat)
-        num_samples = schemas.check_num_samples(body.n)
+        num_samples = sampling_fields.check_num_samples(body.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, body.model)
         prompt = _read_prompt(service, body)
 
         # Lower `max_tokens` if the prompt is long. The page does not know how long the prompt is.
-        params = schemas.make_params(
+        params = sampling_fields.make_params(
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -285,7 +285,7 @@ async def _stream_events(
 
 
 def _encode_delta(texts: "TokenTexts", delta: Delta) -> bytes:
-    tokens = texts.describe(logprobs.score_delta(delta, _TOP))
+    tokens = texts.describe([token for part in logprobs.score_delta(delta, _TOP) for token in part])
     return encode_event({"type": "delta", "index": delta.index, "text": delta.text, "tokens": tokens})
 
 
@@ -354,7 +354,7 @@ def _read_prompt(service: ChatService, body: PlaygroundPrompt) -> _Prompt:
     # Tokens or text
     text = service.text
     if body.prompt_tokens is not None:
-        decoded = text.decode(body.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
+        decoded = text.decode(body.prompt_tokens) if text.has_tokenizer else ""
         return _Prompt(decoded, body.prompt_tokens)
     if body.prompt is not None:
         tokens = service.encode(body.prompt, add_special=True)
@@ -384,7 +384,7 @@ class TokenTexts:
 
     def __init__(self, text: ModelText) -> None:
         self._text = text
-        self._detokenizer = Detokenizer(text, skip_special=False) if text.has_tokenizer else None
+        self._detokenizer = Detokenizer(text.decode) if text.has_tokenizer else None
 
     def read(self, tokens: Iterable[int]) -> list[str]:
         """Return the texts of the next tokens.

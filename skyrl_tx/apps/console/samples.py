@@ -72,7 +72,7 @@ def make_decoder(text: ModelText) -> Decode:
 
     def decode(tokens: Sequence[int]) -> str | None:
         try:
-            return text.decode([token for token in tokens if token >= 0], skip_special=False)
+            return text.decode([token for token in tokens if token >= 0])
         except OverflowError:
             return None
 

@@ -167,7 +167,7 @@ def check_text(subject: ExaminedServer) -> Iterator[Finding]:
     text = ModelText(settings)
     try:
         encoded = text.encode("Hello", add_special=False)
-        decoded = text.decode(encoded, skip_special=True)
+        decoded = text.decode(encoded)
     except UserError as problem:
         yield warning("tokenizer", str(problem), "clients and the OpenAI and Anthropic endpoints need a tokenizer")
         return

@@ -245,7 +245,7 @@ def test_a_slow_check_does_not_delay_checks_of_other_owners(monkeypatch: pytest.
 
 
 def check_imports(_: Path) -> None:
-    import skyrl_tx.apps.chat.constraints
+    import skyrl_tx.apps.chat.reply_grammars
     import skyrl_tx.engine.constraints  # noqa: F401
 
     assert "llguidance" not in sys.modules

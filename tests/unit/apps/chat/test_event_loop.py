@@ -4,8 +4,9 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply import ChatReply
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.apps.chat.text import ModelText, SampleText
+from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import PromptResult, SampledSequence, SampleOutput, TopK
 from skyrl_tx.server.settings import ApiSettings
@@ -34,12 +36,9 @@ class StoredGeneration(Generation):
     def __init__(self, texts: list[SampleText], output: SampleOutput) -> None:
         completed = asyncio.get_running_loop().create_future()
         completed.set_result(True)
-        changed = asyncio.Event()
-        changed.set()
-        unused = cast(Any, None)
-        super().__init__(
-            unused, unused, unused, texts, completed=completed, changed=changed, stream=None, resources=ExitStack()
-        )
+        context = Mock(results=Mock(subscribe=lambda request_id, key_id: nullcontext(completed)))
+        super().__init__(context, Mock(), RequestId("stored"), streams=None)
+        self.begin(texts)
         self.output = output
 
     async def _read_output(self) -> SampleOutput:
@@ -60,11 +59,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     recorded, num_decoded, loop_thread = [0], 0, threading.get_ident()
     decode, run = ModelText.decode, asyncio.Handle._run
 
-    def count(self: ModelText, tokens: Any, *, skip_special: bool) -> str:
+    def count(self: ModelText, tokens: Any) -> str:
         nonlocal num_decoded
         if threading.get_ident() == loop_thread:
             num_decoded += len(tokens)
-        return decode(self, tokens, skip_special=skip_special)
+        return decode(self, tokens)
 
     def record(self: asyncio.Handle) -> None:
         nonlocal num_decoded
@@ -135,7 +134,7 @@ def test_result_of_any_size_is_decoded_in_small_steps(
 ) -> None:
     async def respond() -> bytes:
         made = make(cast(ChatService, Service(text)), num_samples)
-        texts = [SampleText(text, stops=[], stop_tokens=frozenset()) for _ in range(num_samples)]
+        texts = [SampleText(text.decode, stops=[], stop_tokens=frozenset()) for _ in range(num_samples)]
         made.generations = [StoredGeneration(texts, make_output(num_samples, num_tokens))]
         if is_streamed:
             return b"".join([event async for event in reply._stream(made)])

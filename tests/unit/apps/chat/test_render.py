@@ -259,18 +259,19 @@ def test_text_offset_is_where_a_token_begins(tmp_path: Path, skip_special: bool)
     echo, sampled = "Zürich 🙂", "é – 42 🙂<|im_end|> ok"
     prompt = [text.tokenizer.token_to_id("<|endoftext|>"), *text.encode(echo, add_special=False)]
     tokens = text.encode(sampled, add_special=False)
-    described = CompletionLogprobs(text, skip_special=skip_special).describe(
+    hidden = text.find_hidden_tokens() if skip_special else frozenset[int]()
+    described = CompletionLogprobs(text, hidden).describe(
         [[TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]],
         Echo(echo, prompt, [[TokenLogprob(token, None, ()) for token in prompt]]),
     )
 
     offsets = json.loads(bytes(cast(Any, described["text_offset"])))
-    expected = [0, *(whole_length(text, prompt[1:end], skip_special=False) for end in range(1, len(prompt)))]
+    expected = [0, *(whole_length(text, prompt[1:end]) for end in range(1, len(prompt)))]
     expected += [len(echo) + whole_length(text, tokens[:end], skip_special=skip_special) for end in range(len(tokens))]
     assert offsets == expected and len(set(offsets)) < len(offsets), "some tokens are parts of a character"
     assert json.loads(bytes(cast(Any, described["token_logprobs"]))) == [None] * len(prompt) + [-1.0] * len(tokens)
 
 
-def whole_length(text: ModelText, tokens: list[int], *, skip_special: bool) -> int:
+def whole_length(text: ModelText, tokens: list[int], *, skip_special: bool = False) -> int:
     """Return the number of complete characters of tokens."""
-    return len(text.decode(tokens, skip_special=skip_special).rstrip("\ufffd"))
+    return len(text.tokenizer.decode(tokens, skip_special_tokens=skip_special).rstrip("\ufffd"))

@@ -19,9 +19,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
 
 
-class TinyDecoder:
-    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        return tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
+@cache
+def special_tokens() -> frozenset[int]:
+    return frozenset(number for number, token in tokenizer().get_added_tokens_decoder().items() if token.special)
+
+
+def decode(tokens: Sequence[int], *, skip_special: bool = False) -> str:
+    return tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
 
 
 @cache
@@ -35,9 +39,8 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return made
 
 
-class ByteFallbackDecoder:
-    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        return byte_fallback_tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
+def decode_byte_fallback(tokens: Sequence[int]) -> str:
+    return byte_fallback_tokenizer().decode(list(tokens), skip_special_tokens=False)
 
 
 SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size=12)
@@ -46,24 +49,24 @@ SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size
 
 @given(slices=SLICES, skip_special=st.booleans())
 def test_pieces_join_to_the_whole_text(slices: list[list[int]], skip_special: bool) -> None:
-    detokenizer = Detokenizer(TinyDecoder(), skip_special=skip_special)
+    detokenizer = Detokenizer(decode, special_tokens() if skip_special else frozenset())
     text = "".join(map(detokenizer.feed, slices)) + detokenizer.finish()
-    assert text == TinyDecoder().decode([token for part in slices for token in part], skip_special=skip_special)
+    assert text == decode([token for part in slices for token in part], skip_special=skip_special)
 
 
 @given(text=st.text(max_size=40), size=st.integers(1, 4))
 def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
     tokens = tokenizer().encode(text, add_special_tokens=False).ids
-    detokenizer = Detokenizer(TinyDecoder(), skip_special=False)
+    detokenizer = Detokenizer(decode)
     pieces = [detokenizer.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    whole = TinyDecoder().decode(tokens, skip_special=False)
+    whole = decode(tokens)
     assert "".join(pieces) + detokenizer.finish() == whole
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
 
 
 @given(texts=st.lists(st.sampled_from([" ", " a", "a", "é", "日", " Hello", "🙂", "ü", "<"]), max_size=12))
 def test_text_of_a_byte_fallback_vocabulary_is_whole(texts: list[str]) -> None:
-    detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
+    detokenizer = Detokenizer(decode_byte_fallback)
     tokens: list[int] = []
     for text in texts:
         token = byte_fallback_tokenizer().token_to_id(text.replace(" ", "▁"))
@@ -76,7 +79,7 @@ def test_text_of_a_byte_fallback_vocabulary_is_whole(texts: list[str]) -> None:
 @given(tokens=st.lists(st.integers(1, 262), max_size=12))
 def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_end_a_stream(tokens: list[int]) -> None:
     """`DecodeStream` raises "Invalid prefix" for such bytes."""
-    detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
+    detokenizer = Detokenizer(decode_byte_fallback)
     pieces = [detokenizer.feed([token]) for token in [*tokens, 1 + ord("b"), 1 + 0xE6, 259]]
     assert ("".join(pieces) + detokenizer.finish()).endswith("a")  # token 259
 
@@ -86,13 +89,13 @@ def test_invalid_bytes_are_released_in_time(data: st.DataObject) -> None:
     """Thousands of invalid bytes cost as much per token as any other text."""
     parts = [token for token in range(VOCAB_SIZE) if tokenizer().decode([token]) == "\ufffd"]
     tokens = data.draw(st.lists(st.sampled_from(parts), min_size=60, max_size=150))
-    detokenizer, released = Detokenizer(TinyDecoder()), ""
+    detokenizer, released = Detokenizer(decode, special_tokens()), ""
     for number, token in enumerate(tokens, 1):
         released += detokenizer.feed([token])
-        whole = TinyDecoder().decode(tokens[:number], skip_special=True)
+        whole = decode(tokens[:number], skip_special=True)
         assert whole.startswith(released) and len(whole) - len(released) <= 64
     tokens += (rest := tokenizer().encode("é.").ids)
-    assert released + detokenizer.feed(rest) + detokenizer.finish() == TinyDecoder().decode(tokens, skip_special=True)
+    assert released + detokenizer.feed(rest) + detokenizer.finish() == decode(tokens, skip_special=True)
 
 
 WORDS = st.text("ab<", max_size=12)
@@ -130,7 +133,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held(pieces: list[str], s
 def test_stop_string_with_a_special_token_is_known(stop: str, expected: str, size: int) -> None:
     eos = tokenizer().token_to_id("<|im_end|>")
     tokens = tokenizer().encode("a\n<|im_end|>", add_special_tokens=False).ids
-    text = SampleText(TinyDecoder(), stops=[stop], stop_tokens=frozenset({eos}))
+    text = SampleText(decode, stops=[stop], stop_tokens=frozenset({eos}), hidden=special_tokens())
     pieces = [text.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     assert "".join(pieces) + text.finish() == expected
     assert text.stop_string == (stop if stop.endswith("<|im_end|>") else None)
@@ -139,7 +142,7 @@ def test_stop_string_with_a_special_token_is_known(stop: str, expected: str, siz
 @pytest.mark.parametrize("size", [1, 2, 9])
 def test_text_before_min_tokens_may_contain_stop_strings(size: int) -> None:
     tokens = [tokenizer().token_to_id(letter) for letter in "abaccaba"]
-    text = SampleText(TinyDecoder(), stops=["b"], stop_tokens=frozenset(), min_tokens=3)
+    text = SampleText(decode, stops=["b"], stop_tokens=frozenset(), min_tokens=3)
     pieces = [text.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     assert "".join(pieces) + text.finish() == "abacca" and text.stop_string == "b"
 
@@ -152,9 +155,8 @@ def test_special_tokens_that_separate_parts_stay_in_the_text(monkeypatch: pytest
     text = ModelText(ApiSettings(base_model="tiny", data_dir=tmp_path))
 
     hidden = text.find_hidden_tokens({"<|channel|>", "<tool_call>"})
-    assert hidden is not None and pad in hidden and channel not in hidden
-    assert text.find_hidden_tokens({"<tool_call>"}) is None, "no delimiter is a special token"
-    sample = SampleText(text, stops=[], stop_tokens=frozenset(), skip_special=False, hidden=hidden)
+    assert pad in hidden and channel not in hidden
+    sample = SampleText(text.decode, stops=[], stop_tokens=frozenset(), hidden=hidden)
     word = made.encode("final", add_special_tokens=False).ids
     assert sample.feed([pad, channel, *word, pad]) + sample.feed([pad]) + sample.finish() == "<|channel|>final"
 
@@ -163,5 +165,5 @@ def test_stop_token_is_no_part_of_the_text() -> None:
     eos = tokenizer().token_to_id("<|im_end|>")
     tokens = tokenizer().encode("a b", add_special_tokens=False).ids
     for keep, expected in ((False, "a b"), (True, "a b<|im_end|>")):
-        text = SampleText(TinyDecoder(), stops=[], stop_tokens=frozenset({eos}), keep_stop=keep, skip_special=False)
+        text = SampleText(decode, stops=[], stop_tokens=frozenset({eos}), keep_stop=keep)
         assert text.feed([*tokens, eos]) + text.finish() == expected

@@ -8,14 +8,20 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from skyrl_tx.apps.chat.call_grammars import WRITERS, GrammarWriter, Tools, write_calls
-from skyrl_tx.apps.chat.constraints import ReplyConstraint
 from skyrl_tx.apps.chat.message import FORMATS
 from skyrl_tx.apps.chat.prompts import ChatPrompt
+from skyrl_tx.apps.chat.reply_grammars import (
+    CALL_FORMATS,
+    ForcedCall,
+    GrammarWriter,
+    constrain_reply,
+    read_tools,
+    write_calls,
+)
 from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import FieldError
-from skyrl_tx.contract.requests import Constraint
+from skyrl_tx.contract.requests import Constraint, SamplingParams
 from skyrl_tx.grammars.grammar import check_constraint, make_limits
 from tests.support.tiny_tokenizer import PACKAGED
 
@@ -35,6 +41,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+ANY_CALL = ForcedCall(None, "function.parameters", has_one_call=False)
 FIND = {"city": "Oslo", "note": "a </b>\nc", "days": 3}
 JSON, XML_NOTE = json.dumps(FIND), "<parameter=note>\na </b>\nc\n</parameter>\n"
 CALLS = {
@@ -82,8 +89,8 @@ CALLS = {
 
 def write(form: str, template: str, tools: list[dict[str, Any]] = TOOLS, *, has_one_call: bool = False) -> str:
     writer = GrammarWriter(TOKENIZER.token_to_id)
-    fields = [f"tools[{index}].function.parameters" for index in range(len(tools))]
-    calls = write_calls(writer, form, Tools(tools, fields, "ann"), template, has_one_call=has_one_call)
+    chosen = read_tools(tools, ANY_CALL, "ann")
+    calls = write_calls(writer, form, chosen, template, has_one_call=has_one_call)
     return writer.join(calls)
 
 
@@ -95,16 +102,16 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def test_every_form_with_tool_calls_has_a_grammar() -> None:
-    assert set(WRITERS) == {name for name, form in FORMATS.items() if form.has_calls}
+    assert set(CALL_FORMATS) == {name for name, form in FORMATS.items() if form.has_calls}
 
 
 def test_a_form_without_a_grammar_refuses_forced_calls_by_name() -> None:
     form = next(name for name, form in FORMATS.items() if not form.has_calls)
     text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=TOKENIZER)
     prompt = ChatPrompt("", [], FORMATS[form], TOOLS)
-    constraint = ReplyConstraint(cast(ChatService, SimpleNamespace(text=text)), prompt, "ann")
+    service = cast(ChatService, SimpleNamespace(text=text))
     with pytest.raises(FieldError, match=f"in the format of this model, {form}; use 'auto'") as caught:
-        constraint.require_calls(TOOLS, ["tools[0]", "tools[1]"], has_one_call=False)
+        constrain_reply(service, prompt, SamplingParams(seed=1), "ann", None, ANY_CALL)
     assert caught.value.field == "tool_choice"
 
 
@@ -147,7 +154,7 @@ def test_the_mark_of_deepseek_v32_may_be_a_token() -> None:
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.add_special_tokens(["｜DSML｜"])
     writer = GrammarWriter(tokenizer.token_to_id)
-    tools = Tools(TOOLS, ["tools[0].function.parameters", "tools[1].function.parameters"], "ann")
+    tools = read_tools(TOOLS, ANY_CALL, "ann")
     grammar = writer.join(write_calls(writer, "deepseek_v32", tools, "", has_one_call=False))
     library = LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size())
 
@@ -194,9 +201,10 @@ def test_the_grammar_refuses_other_names_and_arguments(name: str, old: str, new:
 
 def test_several_calls_are_allowed_unless_the_client_wants_one() -> None:
     text, template = CALLS["hermes"]
-    twice = f"{text}\n{text}"
-    assert accepts(write("hermes", template), twice)
-    assert not accepts(write("hermes", template, has_one_call=True), twice)
+    in_list = CALLS["mistral old"][0].removesuffix("]")
+    for form, twice in (("hermes", f"{text}\n{text}"), ("mistral", f"{in_list}, {in_list.partition('][')[2]}]")):
+        assert accepts(write(form, template), twice)
+        assert not accepts(write(form, template, has_one_call=True), twice)
 
 
 @pytest.mark.parametrize(
