@@ -9,31 +9,32 @@ A constraint of the contract has a kind and a text:
 - "lark": a grammar that this server has made, for example for tool calls
 
 The library computes in Rust, without Python's interpreter lock, and its work is limited by
-`make_limits`, so a hostile grammar takes at most a fraction of a second.
+`make_limits`, so a hostile grammar takes at most a fraction of a second. It runs in threads that
+owners share, so the work of one owner does not delay the work of another for long.
 """
 
 import json
 import math
 import re
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from concurrent.futures import Future
 from decimal import Decimal
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint
-from skyrl_tx.grammars.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
-Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
-CLIENT_KINDS: frozenset[str] = frozenset({"json_schema", "regex", "choice", "grammar"})
-"""The kinds whose text comes from the client as it is."""
+T = TypeVar("T")
 
 _MAX_CHARS: Mapping[str, int] = {"json_schema": 65_536, "regex": 8192, "choice": 65_536, "grammar": 16_384}
-"""The maximum length of each kind."""
+"""The maximum length of each kind whose text comes from the client as it is."""
 _MAX_TOGETHER_CHARS = 262_144
 """The maximum length of all schemas of one grammar, for example of the tools of a request."""
 _MAX_DEPTH = 64
@@ -67,6 +68,71 @@ _POSITION = re.compile(
     r"^(at )?\d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>|^lexer error: |^parser error: "
 )
 _INNER_SCHEMA = re.compile(r"%json\s*")
+
+
+class FairThreads:
+    """Runs work in threads. Owners take turns, and the work of one owner never uses all threads.
+
+    The work of an owner starts in the order of its submission. A thread ends when it finds no work.
+    """
+
+    def __init__(self, max_threads: int, per_owner: int, name: str) -> None:
+        """Start no thread yet. One owner uses at most `per_owner` of the threads at a time."""
+        self._max_threads = max_threads
+        self._per_owner = per_owner
+        self._name = name
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._num_running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        """The work that has not started, by owner. The owner whose last turn is longest ago comes first."""
+
+    def submit(self, owner: str, work: Callable[[], T]) -> "Future[T]":
+        """Run `work` in a thread, and return the future of its result."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append((future, work))
+            if self._num_running[owner] < self._per_owner and self._num_threads < self._max_threads:
+                self._num_threads += 1
+                threading.Thread(target=self._run_waiting, name=self._name).start()
+        return future
+
+    def close(self) -> None:
+        """Cancel the work that has not started. Idempotent."""
+        with self._lock:
+            waiting = [future for queue in self._waiting.values() for future, _ in queue]
+            self._waiting.clear()
+        for future in waiting:
+            future.cancel()
+
+    def _run_waiting(self) -> None:
+        """Run work until there is none, or the owners of all of it use their threads, which then run it."""
+        owner = None
+        while True:
+            with self._lock:
+                # Count the end of the last work here, because another submission must find this thread or its work
+                if owner is not None:
+                    self._num_running[owner] -= 1
+                owner = next((name for name in self._waiting if self._num_running[name] < self._per_owner), None)
+                if owner is None:
+                    self._num_running += Counter()  # forgets owners without work
+                    self._num_threads -= 1
+                    return
+
+                # Put the owner behind all other owners
+                queue = self._waiting.pop(owner)
+                future, work = queue.popleft()
+                if queue:
+                    self._waiting[owner] = queue
+                self._num_running[owner] += 1
+
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # whoever waits for the result gets it
+                    future.set_exception(error)
+
+
 _checks = FairThreads(2, 1, "grammar-check")
 """The threads for checks. An owner uses one of them, so checks of other owners need not wait."""
 

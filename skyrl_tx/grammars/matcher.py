@@ -17,8 +17,7 @@ from skyrl_tx.contract.arrays import Uint32Array
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.logit_adjuster import pack_tokens
 from skyrl_tx.contract.requests import Constraint
-from skyrl_tx.grammars.fair_threads import FairThreads
-from skyrl_tx.grammars.grammar import clean_error, make_limits, write_grammar
+from skyrl_tx.grammars.grammar import FairThreads, clean_error, make_limits, write_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
