@@ -13,8 +13,7 @@ import pytest
 from skyrl_tx.backends.composed import compose
 from skyrl_tx.backends.jax import BACKEND
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.integrations.vllm import SAMPLER
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import SAMPLER, VllmConfig
 from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.sampling_checks import SamplingChecks
 

@@ -10,8 +10,7 @@ import pytest
 from skyrl_tx.backends.composed import compose
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.requests import SamplingParams
-from skyrl_tx.integrations.vllm import SAMPLER
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import SAMPLER, VllmConfig
 from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.backend_suite import BackendSuite
 from skyrl_tx.testing.fake import FakeConfig

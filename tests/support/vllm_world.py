@@ -14,7 +14,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import SampleDelta
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import VllmConfig
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
 from skyrl_tx.testing.fake import FakeConfig

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
-from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
+from skyrl_tx.integrations.vllm import VllmConfig, VllmFlags
 from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.command import App
 from skyrl_tx.launch.settings import ServerSettings

@@ -19,8 +19,7 @@ from pydantic import SecretStr
 
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.integrations.vllm import guard
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import VllmConfig, guard
 from skyrl_tx.process.signals import ServiceThread
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ import numpy as np
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import SampledLogprobs
-from skyrl_tx.integrations.vllm import wire
+from skyrl_tx.integrations.vllm import VllmConfig, wire
 from skyrl_tx.integrations.vllm.adapter_files import PREFIX
-from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLost, VllmServer
 
 _log = logging.getLogger(__name__)

@@ -9,18 +9,20 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import VllmConfig
 from skyrl_tx.integrations.vllm.wire import read_error
 
 _log = logging.getLogger(__name__)
 _DOWN_S = 2.0
 """For this long after a failed call, samples prefer other servers."""
+_OVERLOAD = 1.25
+"""A server may have at most this multiple of the mean number of open samples."""
 _MAX_LINE_BYTES = 16 * 2**20
 _BROKEN_STATUSES = frozenset({502, 503, 504})
 """HTTP statuses that mean, for any call, that the server or a proxy before it is not ready."""
@@ -43,14 +45,6 @@ class AdapterMissing(Exception):
     """A server does not know an adapter, or has forgotten it."""
 
 
-@dataclass(slots=True)
-class _AdapterState:
-    """Whether a server has an adapter, and a lock so that only one call loads it."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_loaded: bool = False
-
-
 class VllmServer:
     """The calls to one server. Each call raises ServerLost, Refused or AdapterMissing."""
 
@@ -66,7 +60,10 @@ class VllmServer:
 
         self.url = url
         self._load_timeout_s = config.load_timeout_s
-        self._adapters: dict[str, _AdapterState] = {}
+        self._loaded: set[str] = set()
+        """The names of the adapters that the server has."""
+        self._loading: dict[str, asyncio.Lock] = {}
+        """A lock for each adapter, so that only one call loads it."""
         self._down_until = 0.0
         self._ping_timeout_s = config.connect_timeout_s
         self._lost_since: float | None = None
@@ -129,30 +126,27 @@ class VllmServer:
 
     async def ensure_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter unless this server has it already."""
-        state = self._adapters.setdefault(name, _AdapterState())
-        async with state.lock:
-            if state.is_loaded:
+        async with self._loading.setdefault(name, asyncio.Lock()):
+            if name in self._loaded:
                 return
             body = {"lora_name": name, "lora_path": str(directory)}
             response = await self._call("POST", "/v1/load_lora_adapter", body, self._load_timeout_s)
             if response.status_code != 200:
                 message = read_error(response.text)
                 # An earlier call whose response was lost may have loaded it.
-                if response.status_code == 400 and "already been loaded" in message:
-                    state.is_loaded = True
-                    return
-                raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
-            state.is_loaded = True
+                if response.status_code != 400 or "already been loaded" not in message:
+                    raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
+            self._loaded.add(name)
 
     def forget_adapter(self, name: str) -> None:
         """Record that the server does not have an adapter any more."""
-        if (state := self._adapters.get(name)) is not None:
-            state.is_loaded = False
+        self._loaded.discard(name)
 
     async def drop_adapter(self, name: str) -> None:
         """Unload an adapter if this object has loaded it."""
-        state = self._adapters.pop(name, None)
-        if state is not None and state.is_loaded:
+        self._loading.pop(name, None)
+        if name in self._loaded:
+            self._loaded.discard(name)
             await self.unload_adapter(name)
 
     async def unload_adapter(self, name: str) -> None:
@@ -254,6 +248,22 @@ class ServerWatch:
 
     def _is_lost(self, server: VllmServer) -> bool:
         return server.lost_s >= self._lost_after_s
+
+
+def choose_server(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
+    """Choose the server of a new sample.
+
+    Uses rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). A server that has too many open
+    samples is chosen only if all servers have too many or are down. A server that failed within the last two seconds
+    is chosen only if all servers did.
+    """
+    bound = _OVERLOAD * (sum(server.num_open for server in servers) + 1) / len(servers)
+
+    def get_rank(server: VllmServer) -> tuple[bool, bool, bytes]:
+        digest = blake2b(server.url.encode(), key=key, digest_size=8).digest()
+        return server.is_down, server.num_open + 1 > max(bound, 1), digest
+
+    return min(servers, key=get_rank)
 
 
 def _parse_content(response: httpx.Response) -> Any:

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.meters import Meters
-from skyrl_tx.integrations.vllm import guard
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm import VllmConfig, guard
 from skyrl_tx.integrations.vllm.managed_server import find_command, make_serve_flags
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.fake import FakeConfig

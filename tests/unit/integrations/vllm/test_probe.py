@@ -9,8 +9,8 @@ import pytest
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.integrations.vllm import VllmConfig
 from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory
-from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.fake.model import log_softmax, logits
 from tests.support.vllm_world import World, draw, get_tokens, request

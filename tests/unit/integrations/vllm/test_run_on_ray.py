@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_tx.integrations.vllm import managed_server, run_on_ray
-from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
+from skyrl_tx.integrations.vllm import VllmConfig, VllmFlags, managed_server, run_on_ray
 from skyrl_tx.tools.serve import read_settings
 
 # Stands in for vLLM. `GET /` returns a body that does not fit one read of a socket; `GET /end` ends the process.
