@@ -102,8 +102,6 @@ class Streams:
         self._emit = emit
         self._base_model = base_model
         self._eos_token_ids = eos_token_ids
-        self.num_restarts = 0
-        """How many times samples were started again because a server was lost."""
 
     async def run(self, sample: RemoteSample) -> None:
         """Draw a sample to its end. If the sample fails, its last delta has the error."""
@@ -143,7 +141,6 @@ class Streams:
                 self._check_restart(sample, error, lost_s=now - lost_at)
                 if sample.tokens:
                     sample.num_restarts += 1
-                self.num_restarts += 1
             finally:
                 server.num_open -= 1
 
