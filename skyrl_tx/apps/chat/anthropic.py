@@ -24,7 +24,6 @@ from skyrl_tx.apps.chat.reply import (
 from skyrl_tx.apps.chat.reply_grammars import ForcedCall, constrain_reply
 from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
-from skyrl_tx.apps.chat.text import ContextTooLong
 from skyrl_tx.contract.requests import Constraint
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.submission.validation import quote_value, require
@@ -63,17 +62,9 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     weights = find_weights(call, request.model)
     prompt = _render(service, request)
 
-    # Lower `max_tokens` to the remaining context. Clients often send the limit of a hosted model.
-    limit = service.limits.max_context_length
-    max_tokens = request.max_tokens
-    if limit is not None:
-        if len(prompt.tokens) >= limit:
-            raise ContextTooLong(len(prompt.tokens), None, limit)
-        max_tokens = min(max_tokens, limit - len(prompt.tokens))
-
-    # The request for the engine
+    # The request for the engine. Clients often send the `max_tokens` of a hosted model.
     params = sampling_fields.make_params(
-        max_tokens=max_tokens,
+        max_tokens=service.limit_tokens(len(prompt.tokens), request.max_tokens),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,

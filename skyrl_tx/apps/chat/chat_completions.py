@@ -79,8 +79,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         delimiters=prompt.delimiters,
     )
 
-    service.check_length(len(prompt.tokens), params.max_tokens)
-    service.check_num_logprobs([prepared], has_token_logprobs=bool(request.logprobs))
+    service.check_sizes([prepared], has_token_logprobs=bool(request.logprobs))
     return _ChatCompletion(service, request, prompt, prepared)
 
 

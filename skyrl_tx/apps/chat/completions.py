@@ -84,9 +84,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
         for prompt in prompts
     ]
 
-    for prepared in requests:
-        service.check_length(len(prepared.prompt), params.max_tokens)
-    service.check_num_logprobs(requests, has_token_logprobs=request.logprobs is not None)
+    service.check_sizes(requests, has_token_logprobs=request.logprobs is not None)
     return _Completion(service, request, prompts, requests, drops_tokens=max_tokens == 0)
 
 

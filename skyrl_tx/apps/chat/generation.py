@@ -388,13 +388,6 @@ async def wait_for_first_change(generations: Sequence[Generation], timeout_s: fl
 
 async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta]]:
     """Yield deltas of multiple generations as they arrive, with the index of the generation."""
-    # One generation needs no queue
-    if len(generations) == 1:
-        async with aclosing(generations[0].deltas()) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
-
     queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, generation: Generation) -> None:

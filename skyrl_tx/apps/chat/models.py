@@ -25,8 +25,6 @@ _MAX_LISTED = 1000
 class Weights:
     """A reference to weights: a sampler checkpoint, or the base model if `path` is None."""
 
-    name: str
-    """The name in the client's request."""
     base_model: str
     path: CheckpointPath | None = None
 
@@ -60,20 +58,20 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
         except UserError as error:
             raise _no_model(name, settings, error.message) from error
         access.find_readable_checkpoint(tx, caller, path)
-        return Weights(name, public, path)
+        return Weights(public, path)
     if base:
         raise _no_model(name, settings, f"{quote_value(path_text)} is not a tinker:// path")
 
     # The served model, or the id of a run, which contains `:train:`
     if ":train:" not in name:
-        return Weights(name, _resolve_base_model(settings, name))
+        return Weights(_resolve_base_model(settings, name))
     run = access.find_readable_run(tx, caller, ModelId(name), time.time())
     sampler_rows = [row for row in run.checkpoints if row.kind == CheckpointKind.SAMPLER]
     if not sampler_rows:
         raise not_found(
             f"model {quote_value(name)}: the run has no sampler checkpoint; call save_weights_for_sampler to make one"
         )
-    return Weights(name, public, sampler_rows[-1].path)
+    return Weights(public, sampler_rows[-1].path)
 
 
 def _resolve_base_model(settings: ApiSettings, name: str) -> str:

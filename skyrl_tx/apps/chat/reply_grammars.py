@@ -40,9 +40,9 @@ _OBJECT_KEYWORDS = frozenset(
 """Keywords of the parameters of a tool in the formats that name each parameter."""
 _UNENFORCED = "the format in which this model writes tool calls cannot enforce this; use tool_choice 'auto'"
 _ANY_TEXT = "(?s:.*)"
-_MARK = re.compile(r"(｜DSML｜|<(?!/?｜DSML)[^<>=\s]+>|\[/?[A-Z_]+\])")
+_MARK = re.compile(r"｜DSML｜|<(?!/?｜DSML)[^<>=\s]+>|\[/?[A-Z_]+\]")
 """A mark of a message format, which may be a token. `｜DSML｜` is the part of DeepSeek V3.2's marks that is one."""
-_PLACEHOLDER = re.compile(r"(NAME|ARGUMENTS|INDEX|PARAMETERS|KEY|IS_TEXT)")
+_PIECE = re.compile(f"(NAME|ARGUMENTS|INDEX|PARAMETERS|KEY|IS_TEXT|{_MARK.pattern})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,16 +237,14 @@ class GrammarWriter:
 
         A mark in the text is written as its token if it is a single token, else as text.
         """
-        parts = [part for piece in _PLACEHOLDER.split(text) if piece for part in self._write_piece(piece, values or {})]
-        return " ".join(part for part in parts if part)
-
-    def _write_piece(self, piece: str, values: Mapping[str, str]) -> Iterator[str]:
-        if piece in values:
-            yield values[piece]
-            return
-        for part in filter(None, _MARK.split(piece)):
-            token = self._find_token(part) if _MARK.fullmatch(part) else None
-            yield write_text(part) if token is None else f"<[{token}]>"
+        written: list[str] = []
+        for piece in _PIECE.split(text):
+            token = self._find_token(piece) if _MARK.fullmatch(piece) else None
+            if token is not None:
+                written.append(f"<[{token}]>")
+            elif piece:
+                written.append((values or {}).get(piece, write_text(piece)))
+        return " ".join(filter(None, written))
 
     def text_until(self, end: str, after: str = "") -> str:
         """Return an expression for any text that ends with the text `end`, which may have a mark, and then `after`."""

@@ -155,15 +155,12 @@ class ChatService:
         except ImportError:
             return None
 
-    async def start(self, caller: Principal, request: ChatRequest) -> Generation:
-        """Submit a request. Raises ApiError or UserError if it is refused.
-
-        The caller must read the generation to its end or close it.
-        """
-        return (await self.start_all(caller, [request]))[0]
-
     async def start_all(self, caller: Principal, chat_requests: Sequence[ChatRequest]) -> list[Generation]:
-        """Submit the requests of one API call. If one of them is refused, all of them are cancelled."""
+        """Submit the requests of one API call. If one of them is refused, all of them are cancelled.
+
+        Raises ApiError or UserError if a request is refused. The caller must read the generations to
+        their end or close them.
+        """
         # Refuse the call if the engine is down or the caller has used up a quota
         report = await self.context.engine.get_recent_report()
         if report.problem is not None:
@@ -215,21 +212,36 @@ class ChatService:
             raise ContextTooLong(num_tokens, None, limit, is_minimum=True)
         return self.text.encode(text, add_special=add_special)
 
-    def check_length(self, num_prompt: int, max_tokens: int | None) -> None:
+    def limit_tokens(self, num_prompt: int, max_tokens: int) -> int:
+        """Return the smaller of `max_tokens` and the space after a prompt.
+
+        Raises ContextTooLong if there is no space.
+        """
+        limit = self.limits.max_context_length
+        if limit is None:
+            return max_tokens
+        if num_prompt >= limit:
+            raise ContextTooLong(num_prompt, None, limit)
+        return min(max_tokens, limit - num_prompt)
+
+    def _check_length(self, request: ChatRequest) -> None:
         """Raise ContextTooLong if a prompt and its new tokens do not fit into the context.
 
         If `max_tokens` is None, there must be space for one new token.
         """
-        limit = self.limits.max_context_length
+        limit, num_prompt, max_tokens = self.limits.max_context_length, len(request.prompt), request.params.max_tokens
         if limit is not None and num_prompt + (1 if max_tokens is None else max_tokens) > limit:
             raise ContextTooLong(num_prompt, max_tokens, limit)
 
-    def check_num_logprobs(self, chat_requests: Sequence[ChatRequest], *, has_token_logprobs: bool) -> None:
-        """Raise UserError if a response may have too many log-probabilities.
+    def check_sizes(self, chat_requests: Sequence[ChatRequest], *, has_token_logprobs: bool) -> None:
+        """Raise ContextTooLong or UserError if a prompt is too long, or a response may have too many log-probabilities.
 
         `has_token_logprobs` tells whether the response has log-probabilities of sampled tokens. The
         log-probabilities of prompts are counted in any case.
         """
+        for request in chat_requests:
+            self._check_length(request)
+
         total = 0
         for request in chat_requests:
             num_prompt, options = len(request.prompt), request.options
@@ -251,7 +263,7 @@ class ChatService:
 
         Runs in a thread.
         """
-        self.check_length(len(request.prompt), request.params.max_tokens)
+        self._check_length(request)
         texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)

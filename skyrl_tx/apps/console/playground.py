@@ -25,7 +25,7 @@ from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_sampler_checkpoints, resolve_weights
 from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, make_json_response, respond
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
-from skyrl_tx.apps.chat.text import ContextTooLong, Detokenizer, ModelText
+from skyrl_tx.apps.chat.text import Detokenizer, ModelText
 from skyrl_tx.apps.console.login import PAGE_HEADERS, ConsoleSessions, Visitor, check_form
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
@@ -233,7 +233,7 @@ async def _chat(request: Request, call: ApiCall) -> Response:
             seed=body.seed,
         )
 
-        max_tokens = _limit_tokens(service, len(prompt.tokens), body.max_tokens)
+        max_tokens = service.limit_tokens(len(prompt.tokens), body.max_tokens)
         chat_request = ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
@@ -249,22 +249,9 @@ async def _chat(request: Request, call: ApiCall) -> Response:
 
     # Start the samples and stream them
     described, chat_request = await call.context.run_call(call.caller.owner, prepare)
-    generation = await service.start(call.caller, chat_request)
+    [generation] = await service.start_all(call.caller, [chat_request])
     events = _stream_events(service, described, generation, chat_request.num_samples)
     return EventStream(events, partial(_make_error_event, call.caller.owner), [generation])
-
-
-def _limit_tokens(service: ChatService, num_prompt: int, max_tokens: int) -> int:
-    """Return the smaller of `max_tokens` and the space after the prompt.
-
-    Raises ContextTooLong if there is no space.
-    """
-    limit = service.limits.max_context_length
-    if limit is None:
-        return max_tokens
-    if num_prompt >= limit:
-        raise ContextTooLong(num_prompt, None, limit)
-    return min(max_tokens, limit - num_prompt)
 
 
 async def _stream_events(
@@ -324,7 +311,7 @@ async def _score(request: Request, call: ApiCall) -> Response:
         )
 
     body, chat_request = await call.context.run_call(call.caller.owner, prepare)
-    generation = await service.start(call.caller, chat_request)
+    [generation] = await service.start_all(call.caller, [chat_request])
 
     async def work() -> Response:
         async for _ in merge_deltas([generation]):

@@ -104,7 +104,7 @@ def make_completion(service: ChatService, num_samples: int) -> ChatReply:
 
 def make_request(num_samples: int) -> ChatRequest:
     return ChatRequest(
-        weights=Weights("tiny", "tiny"),
+        weights=Weights("tiny"),
         prompt=[5],
         params=SamplingParams(seed=1, max_tokens=1),
         options=PromptOptions(sample_topk=TOP),
