@@ -6,7 +6,7 @@ The numbers are the backend's float32 values, unrounded.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -53,31 +53,21 @@ def _iterate_slices(
     """Yield tokens in slices, because a token with its top tokens takes kilobytes as Python objects."""
     for start in range(0, len(tokens), _SLICE):
         part = slice(start, start + _SLICE)
-        ids = [] if topk is None else cast(list[list[int]], topk.token_ids[part, :k].tolist())
-        values = [] if topk is None else cast(list[list[float]], topk.logprobs[part, :k].tolist())
-        yield _combine(tokens[part].tolist(), logprobs[part].tolist(), ids, values)
+        no_top: list[list[Any]] = [[]] * len(tokens[part])
+        ids = no_top if topk is None else cast(list[list[int]], topk.token_ids[part, :k].tolist())
+        values = no_top if topk is None else cast(list[list[float]], topk.logprobs[part, :k].tolist())
+        rows = zip(tokens[part].tolist(), logprobs[part].tolist(), ids, values, strict=True)
+        yield [_make_token(*row) for row in rows]
 
 
-def _combine(
-    tokens: list[int], logprobs: list[float], ids: list[list[int]], values: list[list[float]]
-) -> list[TokenLogprob]:
-    empty: list[list[int]] = [[]] * len(tokens)
-    return [
-        TokenLogprob(token, None, ())
-        if math.isnan(logprob)
-        else TokenLogprob(token, max(logprob, _LOWEST), [*_include_token(token, max(logprob, _LOWEST), top, numbers)])
-        for token, logprob, top, numbers in zip(tokens, logprobs, ids or empty, values or empty, strict=True)
-    ]
-
-
-def _include_token(
-    token: int, logprob: float, top: Sequence[int], numbers: Sequence[float]
-) -> Iterator[tuple[int, float]]:
-    """Yield the top tokens, and at the end `token` if it is not among the top tokens."""
-    for other, number in zip(top, numbers, strict=True):
-        yield other, logprob if other == token else max(number, _LOWEST)
-    if token not in top:
-        yield token, logprob
+def _make_token(token: int, logprob: float, top: Sequence[int], numbers: Sequence[float]) -> TokenLogprob:
+    """Return a token with the top tokens and their log-probabilities. `token` is added if it is not among them."""
+    if math.isnan(logprob):
+        return TokenLogprob(token, None, ())
+    logprob = max(logprob, _LOWEST)
+    pairs = zip(top, numbers, strict=True)
+    scored = [(other, logprob if other == token else max(number, _LOWEST)) for other, number in pairs]
+    return TokenLogprob(token, logprob, scored if token in top else [*scored, (token, logprob)])
 
 
 class _JsonList:
