@@ -169,7 +169,7 @@ def forget_gradient(own: _FakePass, model_id: ModelId, gradient: Pair) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "fault", "row"),
     [
-        (loss_reference, "evaluate", double_gradients, "losses: ppo: gradient"),
+        pytest.param(loss_reference, "evaluate", double_gradients, "losses: ppo: gradient", marks=pytest.mark.slow),
         pytest.param(loss_reference, "evaluate", ignore_config, "losses: dro: value", marks=pytest.mark.slow),
         (
             fake_backend,

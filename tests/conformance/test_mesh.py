@@ -53,7 +53,8 @@ def assert_equal(found: Numbers, wanted: Numbers) -> None:
             np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("expert_lora", ["shared", pytest.param("own", marks=[pytest.mark.slow, EXHAUSTIVE])])
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_lora", ["shared", pytest.param("own", marks=EXHAUSTIVE)])
 def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None:
     directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)
     meshes = ONE, "fsdp=2,tp=2,ep=2"

@@ -45,6 +45,7 @@ def get_digest(*flags: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_histories_also_without_prepared_statements():
     flags = ("--histories", "8", "--most-violations", "8", "--seed")
     prepared, plain, other = get_digest(*flags, "300"), get_digest(*flags, "300", "--plain"), get_digest(*flags, "400")

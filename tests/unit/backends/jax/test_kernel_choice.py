@@ -159,6 +159,7 @@ def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Ke
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-30))
 
 
+@pytest.mark.slow  # conformance/test_mesh.py trains on eight devices
 def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
     run_in_own_process(_model_on_a_mesh, tmp_path)
 

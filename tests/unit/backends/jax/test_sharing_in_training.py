@@ -242,7 +242,9 @@ def test_sharing_depends_on_the_request_alone(backend: JaxBackend) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("architecture", [WINDOWS, HYBRID, pytest.param(SINKS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", [WINDOWS, *(pytest.param(name, marks=pytest.mark.slow) for name in (HYBRID, SINKS))]
+)
 def test_other_families_share(architecture: str) -> None:
     with start_backend(architecture) as backend:
         compare(backend, lambda model: list(make_group(model, "importance_sampling", 80, (20, 30, 9, 70))))

@@ -237,9 +237,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("architecture", "case"),
     [
-        (DENSE, "policy"),
         (DENSE, "soft targets"),
-        *(pytest.param(DENSE, case, marks=pytest.mark.slow) for case in ("sparse targets", "mask", "custom loss")),
+        *(pytest.param(DENSE, case, marks=pytest.mark.slow) for case in CASES if case != "soft targets"),
         *(pytest.param(HYBRID, case, marks=pytest.mark.slow) for case in CASES),
         pytest.param(HYBRID_MOE, "policy", marks=pytest.mark.slow),
     ],
