@@ -6,11 +6,11 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import uvicorn
 from anyio.to_thread import current_default_thread_limiter
@@ -24,7 +24,7 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import listen
-from skyrl_tx.server.context import ApiContext, ErrorForm, ServerExtension
+from skyrl_tx.server.context import ApiContext, ServerExtension
 from skyrl_tx.server.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, compute_max_connections
@@ -48,7 +48,6 @@ from skyrl_tx.server.schemas.base import make_body_schemas
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import Shares, StoredBytes
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store import StoreError, ValueRefused
 from skyrl_tx.store.database import Store
 
@@ -77,7 +76,6 @@ ROUTERS = (
     uploads.router,
 )
 """The routers below `/api/v1` in matching order. The most frequently called routers come first."""
-ErrorHandler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def create_context(
@@ -87,7 +85,6 @@ def create_context(
     signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
 
     features = (extensions or {}).values()
-    unfinished = Uploads(settings.data_dir, settings.base_model)
     counts = [feature.count_stored_bytes for feature in features if feature.count_stored_bytes is not None]
 
     # Connect the metrics to their sources.
@@ -111,8 +108,7 @@ def create_context(
         engine=EngineHealth(store, settings.engine_silence_s),
         admission=AdmissionControl(store),
         shares=Shares.divide(settings.request_threads, settings.max_inflight_bytes),
-        stored_bytes=StoredBytes(store, [*counts, unfinished.count_bytes]),
-        uploads=unfinished,
+        stored_bytes=StoredBytes(store, [*counts, uploads.Uploads(settings).count_bytes]),
         results=results,
         metrics=metrics,
         extensions=extensions or {},
@@ -186,11 +182,6 @@ def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
 
     Two middlewares run before FastAPI's own error handling, so they get the handler as an argument.
     """
-    forms = {
-        prefix: form for extension in context.extensions.values() for prefix, form in extension.error_forms.items()
-    }
-    handle_error = _handle_error_by_path(forms)
-
     # The long poll is served by a middleware, and RequestGuard is the outermost layer.
     app.add_middleware(
         LongPollMiddleware,
@@ -203,30 +194,24 @@ def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
         RequestGuard,
         settings=context.settings,
         requires_key=context.authenticator.requires_key,
-        handle_error=handle_error,
+        handle_error=_handle_error,
         groups=context.metrics.http,
     )
 
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, handle_error)
+        app.add_exception_handler(kind, _handle_error)
 
 
-def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
-    """Return an error handler that uses the error format of the called API.
-
-    `forms` maps the beginning of a path to its error format.
-    """
-
-    async def handle_error(request: Request, error: Exception) -> Response:
-        response = await _handle_error(request, error)
-        if not response.body:
-            return response
-        path = request.url.path
-        form = next((form for prefix, form in forms.items() if path.startswith(prefix)), None)
-        return response if form is None else form(response, error)
-
-    return handle_error
+async def _handle_error(request: Request, error: Exception) -> Response:
+    """Turn an error into a response in the error format of the called API."""
+    response = _make_error_response(request, error)
+    context = cast(ApiContext, request.app.state.context)
+    for extension in context.extensions.values():
+        for prefix, form in extension.error_forms.items():
+            if response.body and request.url.path.startswith(prefix):
+                return form(response, error)
+    return response
 
 
 async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
@@ -249,7 +234,7 @@ def _log_store_error(request: Request, error: StoreError) -> None:
     _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
 
 
-async def _handle_error(request: Request, error: Exception) -> Response:
+def _make_error_response(request: Request, error: Exception) -> Response:
     """Turn an error into a response with the body `{"detail": text}`.
 
     An unexpected error is logged with a random reference, and the response contains only the
@@ -303,7 +288,9 @@ class ApiServer(uvicorn.Server):
     ) -> None:
         self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
-        self.monitor = ServerMonitor(settings, store, context.metrics, context.results, context.uploads)
+        self.monitor = ServerMonitor(
+            settings, store, context.metrics, context.results, uploads.Uploads(settings).remove_expired
+        )
 
         # One address may use three quarters of the connections. For example, 10,000 polls of one
         # address need a limit of 14,400 open files.

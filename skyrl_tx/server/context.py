@@ -39,7 +39,6 @@ from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.shares import HEAVY_BYTES, CountBytes, OwnerBudget, Shares, StoredBytes
 from skyrl_tx.server.submission.validation import UnknownFields
-from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store.database import Store
 
 T = TypeVar("T")
@@ -61,7 +60,6 @@ class ApiContext:
     admission: AdmissionControl
     shares: Shares
     stored_bytes: StoredBytes
-    uploads: Uploads
     metrics: ApiMetrics
     extensions: Mapping[str, ServerExtension]
     """The optional features by name."""
@@ -215,14 +213,11 @@ async def read_poll(request: Request, limits: BodyLimits = POLL_LIMITS) -> ApiCa
     return await _read_call(request, await authenticate_request(request), limits)
 
 
-async def read_control(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
-    """Receive a request that is neither a training pass nor a sample request."""
-    async with receive_call(request, caller, CONTROL_LIMITS) as call:
-        yield call
+def _make_reader(get_threads: Callable[[Shares], OwnerBudget | None]) -> Callable[..., AsyncGenerator[ApiCall]]:
+    """Return a dependency that receives a request which is neither a training pass nor a sample request.
 
-
-def _make_reader(get_threads: Callable[[Shares], OwnerBudget]) -> Callable[..., AsyncGenerator[ApiCall]]:
-    """Return a dependency like `read_control` for calls that use threads of another budget."""
+    The call uses threads of a certain budget, see `receive_call`.
+    """
 
     async def read(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
         threads = get_threads((await get_context(request)).shares)
@@ -233,18 +228,15 @@ def _make_reader(get_threads: Callable[[Shares], OwnerBudget]) -> Callable[..., 
 
 
 async def read_data(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
-    """Receive a training pass or a sample request. These may be large."""
-    async with receive_data_call(request, caller) as call:
-        yield call
-
-
-@asynccontextmanager
-async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerator[ApiCall]:
-    """Receive a request that may be large, and reserve memory for it inside the context."""
+    """Receive a training pass or a sample request, which may be large. Reserves memory for it."""
     settings = (await get_context(request)).settings
     limits = BodyLimits.from_content_type(settings.max_request_bytes, request.headers.get("content-type", ""))
     async with receive_call(request, caller, limits) as call:
         yield call
+
+
+receive_data_call = asynccontextmanager(read_data)
+"""`read_data` for endpoints that receive the request themselves."""
 
 
 @asynccontextmanager
@@ -303,7 +295,7 @@ async def _read_call(request: Request, caller: Principal, limits: BodyLimits) ->
 
 # The thread and the memory are free again once the endpoint returns, even if the client is slow to
 # read the response.
-Incoming = Annotated[ApiCall, Depends(read_control, scope="function")]
+Incoming = Annotated[ApiCall, Depends(_make_reader(lambda _: None), scope="function")]
 IncomingList = Annotated[ApiCall, Depends(_make_reader(attrgetter("lists")), scope="function")]
 IncomingFiles = Annotated[ApiCall, Depends(_make_reader(attrgetter("weight_files")), scope="function")]
 IncomingImport = Annotated[ApiCall, Depends(_make_reader(attrgetter("adapter_imports")), scope="function")]

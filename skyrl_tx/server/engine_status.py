@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from zlib import crc32
 
 from fastapi.concurrency import run_in_threadpool
 
-from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.errors import too_many_requests
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad, collect_pauses
@@ -23,8 +22,6 @@ from skyrl_tx.store.tables import EngineStateRow
 _HEALTH_MAX_AGE_S = 0.5
 _LOAD_MAX_AGE_S = 0.25
 _AFFINITY = 4
-# The SDK pauses after a 429 with this header (0.38, lib/public_interfaces/sampling_client.py).
-_HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +74,15 @@ class EngineHealth:
         problem, activity = self._find_problem(state, now), None
         if state.activity_since is not None and (age_s := state.updated_at - state.activity_since) > self._silence_s:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
-        if problem is not None and activity is not None:
-            return EngineReport(problem=f"{problem}; {activity}")
+        pauses = collect_pauses(*rows)
+        if problem is not None:
+            return EngineReport(problem="; ".join(filter(None, (problem, activity))), pauses=pauses)
 
         return EngineReport(
-            problem=problem,
             activity=activity,
-            outage=None if problem else engine_state.get_outage(rows),
-            progress=None if problem else engine_state.get_progress(rows),
-            pauses=collect_pauses(*rows),
+            outage=engine_state.get_outage(rows),
+            progress=engine_state.get_progress(rows),
+            pauses=pauses,
         )
 
     def _find_problem(self, state: EngineStateRow, now: float) -> str | None:
@@ -173,7 +170,7 @@ class AdmissionControl:
         share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
         if own + size > min(share, 2 * load.max_bytes - queued - size):
             detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
-            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
+            raise too_many_requests(detail, reason="queue_full")
 
     def choose_engine(self, sampling_session_id: str) -> int:
         """Choose the engine for a request of a sampling session."""

@@ -56,3 +56,13 @@ not_found = partial(ApiError, HTTPStatus.NOT_FOUND)
 """404: there is no object with this id, or it belongs to another owner."""
 too_large = partial(ApiError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 """413: the body exceeds a limit."""
+
+
+def too_many_requests(detail: str, *, reason: Refusal, retry_after_s: int = 1) -> ApiError:
+    """429: the request was refused, and the client sends it again later.
+
+    The SDK's sampling client then also pauses before it sends other requests
+    (SDK 0.38, lib/public_interfaces/sampling_client.py).
+    """
+    headers = {"Retry-After": str(retry_after_s), "X-Tinker-Sampling-Backpressure": "1"}
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=headers, reason=reason)

@@ -23,7 +23,6 @@ from skyrl_tx.server.errors import Refusal
 from skyrl_tx.server.http.long_poll import ResultWatcher
 from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.uploads import Uploads
 from skyrl_tx.store import StoreError, engine_state, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
@@ -96,25 +95,27 @@ class ApiMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter, gauge, histogram = self._make_counter, self._make_gauge, self._make_histogram
+        counter = partial(Counter, namespace="skyrl_tx", registry=self.registry)
+        gauge = partial(Gauge, namespace="skyrl_tx", registry=self.registry)
+        histogram = partial(Histogram, namespace="skyrl_tx", registry=self.registry)
 
         # Requests by group of routes
-        http_requests = counter("http_requests", "HTTP responses, by group of routes and status.", "group", "code")
+        http_requests = counter("http_requests", "HTTP responses, by group of routes and status.", ["group", "code"])
         http_seconds = histogram(
-            "http_request_duration_seconds", "From head to end of the response.", _SECONDS, "group"
+            "http_request_duration_seconds", "From head to end of the response.", ["group"], buckets=_SECONDS
         )
         self.http = HttpGroups(lambda name: HttpGroup(name, http_requests, http_seconds))
 
         # Long polls, refusals and commits
         self.polls_waiting = gauge("polls_waiting", "Open long polls.")
         self.poll_wakeup_s = histogram(
-            "poll_wakeup_seconds", "From a result's commit to the wake-up of its long poll.", _WAKEUPS_S
+            "poll_wakeup_seconds", "From a result's commit to the wake-up of its long poll.", buckets=_WAKEUPS_S
         )
         self._backpressure = counter(
-            "backpressure", "Requests that were refused and should be sent again later.", "reason"
+            "backpressure", "Requests that were refused and should be sent again later.", ["reason"]
         )
-        self._auth_failures = counter("auth_failures", "Calls that were refused because of their API key.", "reason")
-        self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", _WRITES_S)
+        self._auth_failures = counter("auth_failures", "Calls that were refused because of their API key.", ["reason"])
+        self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", buckets=_WRITES_S)
         for reason in _AUTH_REASONS:
             self._auth_failures.labels(reason)
         for reason in ("queue_full", "bodies_full", "calls_full", "quota"):
@@ -125,7 +126,7 @@ class ApiMetrics:
             "oldest_request_seconds", "Age of the oldest request that has no result and is not waiting for a quota."
         )
         self.sessions_active = gauge("sessions_active", "Sessions with a heartbeat in the last minute.")
-        self.store_bytes = gauge("store_bytes", "Size of the SQLite database and of its log.", "part")
+        self.store_bytes = gauge("store_bytes", "Size of the SQLite database and of its log.", ["part"])
         self.disk_free = gauge("disk_free_bytes", "Free space of the disk of the data directory.")
         self.engine_up = gauge("engine_up", "Whether the engine sent its metrics within a second.")
         self.engine_ready = gauge("engine_ready", "Whether the engine executes requests, by its published status.")
@@ -140,15 +141,6 @@ class ApiMetrics:
             self._auth_failures.labels(reason).inc()
         elif reason is not None:
             self._backpressure.labels(reason).inc()
-
-    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, namespace="skyrl_tx", registry=self.registry)
-
-    def _make_gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, namespace="skyrl_tx", registry=self.registry)
-
-    def _make_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, namespace="skyrl_tx", registry=self.registry, buckets=buckets)
 
 
 _log = logging.getLogger(__name__)
@@ -258,13 +250,18 @@ class ServerMonitor:
     """
 
     def __init__(
-        self, settings: ApiSettings, store: Store, metrics: ApiMetrics, results: ResultWatcher, uploads: Uploads
+        self,
+        settings: ApiSettings,
+        store: Store,
+        metrics: ApiMetrics,
+        results: ResultWatcher,
+        remove_expired: Callable[[float], None],
     ) -> None:
         self._settings = settings
         self._store = store
         self._metrics = metrics
         self._results = results
-        self._uploads = uploads
+        self._remove_expired = remove_expired
         self._before: dict[int, EngineReading] = {}
         self._boot_ids: dict[int, str] = {}
         self._ended = threading.Event()
@@ -290,7 +287,7 @@ class ServerMonitor:
 
     def _try_collect(self, at: int | None) -> None:
         try:
-            self._uploads.remove_expired(time.time())
+            self._remove_expired(time.time())
             values = self.collect(time.time())
             if at is not None:
                 self._store.write(lambda tx: _write(tx, at, values))

@@ -22,22 +22,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Self
 
 from sqlmodel import Session
 
 from skyrl_tx.process.signals import ServiceThread
-from skyrl_tx.server.errors import ApiError, Refusal
+from skyrl_tx.server.errors import Refusal, too_many_requests
 from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.totals import count_stored_bytes
 
 _MAX_WAIT_S = 20.0
 """How long a request may wait for its share. The SDK gives up an attempt after 60 s."""
-# The SDK retries after a 429. Its sampling client pauses first (SDK 0.38, sampling_client.py).
-_BACKPRESSURE = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
-
 SMALL_BYTES = 2**16
 """Bodies and results up to this size need no reservation, so heartbeats never wait for memory.
 
@@ -63,8 +59,6 @@ _MAX_LOAD = 0.01
 
 For example, after a count that took 1 s, the next count begins 100 s later at the earliest.
 """
-# The SDK sends a request again after a 429. The second header makes its sampling client pause first.
-_STORED_BACKPRESSURE = {"Retry-After": "10", "X-Tinker-Sampling-Backpressure": "1"}
 
 
 class OwnerBudget:
@@ -141,9 +135,7 @@ class OwnerBudget:
             if isinstance(error, TimeoutError):
                 held = self._reserved.get(owner, 0)
                 detail = f"requests of {owner!r} already hold {held} {self._unit}: send this one later"
-                raise ApiError(
-                    HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE, reason=self._reason
-                ) from error
+                raise too_many_requests(detail, reason=self._reason) from error
             raise
 
     def _admit(self) -> None:
@@ -278,12 +270,11 @@ class StoredBytes:
         if is_due:
             ServiceThread("stored-bytes", self.count).start()
         if is_refused:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
+            raise too_many_requests(
                 f"the sessions, requests, results and metrics of {owner} take {stored:,.0f} bytes of the database, and "
                 f"an owner may store {share:,.0f} bytes: fetch results, finish sessions, and send this again later",
-                headers=_STORED_BACKPRESSURE,
                 reason="stored_bytes",
+                retry_after_s=10,
             )
 
     def count(self) -> None:

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from skyrl_tx.apps.console.site import TABLES
 from skyrl_tx.contract.requests import LoraSpec
-from skyrl_tx.server import uploads
+from skyrl_tx.server.routes import uploads
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_api import Server
@@ -191,7 +191,7 @@ THINGS = [
 
 def start_upload(server: Server, owner: str) -> str:
     """Start an upload without files. The fake backend has no base model whose files imply a size."""
-    unfinished = server.api.app.state.context.uploads
+    unfinished = uploads.Uploads(server.settings)
     with patch.object(uploads, "call_child", lambda _: '{"max_bytes": 1}'):
         started = unfinished.start(
             owner=owner, key_id=1, base_model=PUBLIC_NAME, lora=LoraSpec(rank=2, seed=0), project_id=None, ttl_s=3600.0

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from skyrl_tx.server.routes.uploads import Uploads
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from skyrl_tx.tools.cli import main
@@ -58,7 +59,7 @@ def server(api: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
     api.client.headers["X-API-Key"] = create_key(api, request.node.name)
     yield api
     api.client.headers.pop("x-stainless-package-version", None)
-    api.api.app.state.context.uploads.remove_expired(math.inf)
+    Uploads(api.settings).remove_expired(math.inf)
 
 
 def create_key(server: Server, owner: str) -> str:
@@ -193,7 +194,7 @@ def test_only_the_uploader_finishes(server: Server) -> None:
 def test_an_unfinished_upload_expires_and_leaves_nothing(server: Server) -> None:
     started = start(server)
     send(started["urls"][CONFIG], make_config())
-    unfinished = server.api.app.state.context.uploads
+    unfinished = Uploads(server.settings)
     assert sum(unfinished.count_bytes(None).values()) > len(make_config()), "the files count for their owner"
     unfinished.remove_expired(time.time())
     assert len(list_uploads(server)) == 1

@@ -15,8 +15,8 @@ from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.launch.command import App, load_server_extensions
 from skyrl_tx.models import adapter_import
-from skyrl_tx.server import uploads
 from skyrl_tx.server.app import ApiServer
+from skyrl_tx.server.routes import uploads
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
 from skyrl_tx.store.database import Store

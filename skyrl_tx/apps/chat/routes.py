@@ -54,7 +54,7 @@ for router, path, endpoint, body in (
     (anthropic, "/messages", create_message, schemas.MessagesRequest),
     (anthropic, "/messages/count_tokens", count_tokens, schemas.CountTokensRequest),
 ):
-    router.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=describe_body(body))
+    router.add_api_route(path, endpoint, methods=["POST"], response_model=None, **describe_body(body))
 for path, endpoint in (("/models", list_models), ("/models/{model_id:path}", get_model)):
     openai.add_api_route(path, endpoint, methods=["GET"], response_model=None)
     openai.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)

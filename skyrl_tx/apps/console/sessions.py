@@ -112,7 +112,7 @@ def _find_session(visit: Visit) -> SessionId:
     Raises ApiError 404 if the visitor cannot see the session.
     """
     session_id = SessionId(visit.path_parameters["session_id"])
-    return visit.read(lambda tx: access.find_visible_session(tx, visit.caller, session_id)).session_id
+    return visit.read(lambda tx: access.find_session(tx, visit.caller, session_id, access.MEMBERS)).session_id
 
 
 def _read_samplers(visit: Visit, session_id: SessionId) -> Sequence[SamplingSessionRow]:

@@ -45,7 +45,7 @@ Position = Annotated[int, Query(ge=0, lt=2**63)]
 LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 
 
-@router.post("/training_runs/{run_id}/metrics", openapi_extra=describe_body(schemas.LogMetricsRequest))
+@router.post("/training_runs/{run_id}/metrics", **describe_body(schemas.LogMetricsRequest))
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     """Store metrics of one step of a training run. `is_new` is false if the request is a retry."""
     call.add_stored(len(call.body.raw))
@@ -122,7 +122,7 @@ def get_logged_metrics(
     return make_list_response(call.store.read(work))
 
 
-@router.put("/logged_runs/{logged_run_id}/training_run", openapi_extra=describe_body(schemas.JoinRunRequest))
+@router.put("/logged_runs/{logged_run_id}/training_run", **describe_body(schemas.JoinRunRequest))
 def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
     """Assign a logged run to a training run of the same owner, or to no training run."""
     run_id = call.body.parse_model(schemas.JoinRunRequest).training_run_id
@@ -144,7 +144,7 @@ class TraceExport(Response):
 @router.get("/sessions/{session_id}/trace_export")
 def get_trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
     """Return a signed URL for the timeline of a session as a Perfetto trace."""
-    session = call.store.read(lambda tx: access.find_visible_session(tx, call.caller, SessionId(session_id)))
+    session = call.store.read(lambda tx: access.find_session(tx, call.caller, SessionId(session_id), access.MEMBERS))
     return TraceExport(url=make_trace_url(call.context, call.caller, request, session.session_id))
 
 
@@ -185,7 +185,7 @@ def fetch_trace(
         asker = context.authenticator.find_key_principal(tx, key)
         if asker is None:
             raise ApiError(HTTPStatus.FORBIDDEN, "this URL is invalid: its API key was revoked or has expired")
-        session = access.find_visible_session(tx, asker, SessionId(session_id))
+        session = access.find_session(tx, asker, SessionId(session_id), access.MEMBERS)
         row = sessions.get(tx, session.session_id)
         title = session.session_id if row is None or not row.display_name else row.display_name
         return title, read_session_groups(tx, session.session_id, now, MAX_SLICES)

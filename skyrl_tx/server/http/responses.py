@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from skyrl_tx.contract import codec, results
-from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
+from skyrl_tx.contract.arrays import Cells, NumberArray
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.tensors import batch_to_proto, to_proto
@@ -199,7 +199,7 @@ def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:
         "prompt_cache_hit_tokens": prompt.cache_hit_tokens,
     }
     if prompt.logprobs is not None:
-        response["prompt_logprobs"] = _logprobs_to_json(prompt.logprobs)
+        response["prompt_logprobs"] = _numbers_to_json(prompt.logprobs, has_gaps=True)
     if prompt.topk is not None:
         response["topk_prompt_logprobs"] = _topk_to_json(prompt.topk)
     if prompt.targets is not None:
@@ -245,25 +245,17 @@ def _tensor_to_json(array: NumberArray, cells: Cells | None = None) -> dict[str,
     return tensor
 
 
-def _numbers_to_json(array: NumberArray) -> Raw:
-    def list_numbers(start: int, end: int) -> Sequence[float | str]:
+def _numbers_to_json(array: NumberArray, *, has_gaps: bool = False) -> Raw:
+    """Convert numbers to JSON. With `has_gaps`, NaN marks a token without a logprob and becomes null."""
+
+    def list_numbers(start: int, end: int) -> Sequence[float | str | None]:
         part = array[start:end]
-        values = cast(list[float | str], part.tolist())
+        values = cast(list[float], part.tolist())
         if array.dtype.kind == "f" and not np.isfinite(part).all():
-            return [_number_to_json(value) for value in cast(list[float], values)]
+            return [None if has_gaps and math.isnan(value) else _number_to_json(value) for value in values]
         return values
 
     return _encode_in_slices(len(array), _NUMBERS_PER_SLICE, list_numbers)
-
-
-def _logprobs_to_json(array: Float32Array) -> Raw:
-    """Convert logprobs to JSON. NaN marks a token without a logprob and becomes null."""
-
-    def list_logprobs(start: int, end: int) -> Sequence[float | str | None]:
-        values = cast(list[float], array[start:end].tolist())
-        return [None if math.isnan(value) else _number_to_json(value) for value in values]
-
-    return _encode_in_slices(len(array), _NUMBERS_PER_SLICE, list_logprobs)
 
 
 def _encode_in_slices(length: int, step: int, list_items: Callable[[int, int], Sequence[object]]) -> Raw:

@@ -28,8 +28,8 @@ from skyrl_tx.store import checkpoints, models, projects, sampling_sessions, ses
 from skyrl_tx.store.sessions import SessionRef
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, ProjectRole, SamplingSessionRow
 
-_MEMBERS: tuple[ProjectRole, ...] = ("viewer", "editor")
-_EDITORS: tuple[ProjectRole, ...] = ("editor",)
+MEMBERS: frozenset[ProjectRole] = frozenset({"viewer", "editor"})
+EDITORS: frozenset[ProjectRole] = frozenset({"editor"})
 _SHARED_METADATA = frozenset({"renderer_name"})
 """Metadata of a published checkpoint that other owners see.
 
@@ -37,25 +37,14 @@ Their clients need the renderer to build prompts for the weights.
 """
 
 
-def find_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
-    """Find a session of the caller, without its metadata."""
-    return _find_session(tx, caller, session_id, ())
+def find_session(
+    tx: Session, caller: Principal, session_id: SessionId, roles: Collection[ProjectRole] = ()
+) -> SessionRef:
+    """Find a session of the caller, or of a project in which the caller has one of the roles.
 
-
-def find_visible_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
-    """Find a session of the caller or of one of its projects, without its metadata."""
-    return _find_session(tx, caller, session_id, _MEMBERS)
-
-
-def find_assignable_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
-    """Find a session that the caller may move to another project.
-
-    These are the caller's own sessions and the sessions of projects that it edits.
+    With `MEMBERS`, these are the sessions that the caller may see. With `EDITORS`, they are the
+    sessions that the caller may move to another project.
     """
-    return _find_session(tx, caller, session_id, _EDITORS)
-
-
-def _find_session(tx: Session, caller: Principal, session_id: SessionId, roles: Sequence[ProjectRole]) -> SessionRef:
     row = sessions.find(tx, session_id)
     may = row is not None and (
         caller.can_act_for(row.owner) or (roles and projects.get_role(tx, row.project_id, caller.owner) in roles)
@@ -128,10 +117,8 @@ def find_visible_run(tx: Session, caller: Principal, model_id: ModelId) -> Model
 
 def find_editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer."""
-    row, role = models.get(tx, model_id), _find_role(tx, caller, model_id)
-    if row is None or role is None:
-        raise not_found(f"model {quote_value(model_id)} does not exist")
-    if role != "editor":
+    row = find_visible_run(tx, caller, model_id)
+    if not can_edit_run(tx, caller, model_id):
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"model {quote_value(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's "

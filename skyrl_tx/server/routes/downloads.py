@@ -21,7 +21,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.server.context import ApiCall, ApiContext, Incoming, IncomingFiles, get_base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
@@ -131,27 +131,15 @@ def fetch_download(
 
     if form == "file" and (redirect := _redirect(context, row, file, request)) is not None:
         return redirect
-    with ExitStack() as artifact_hold:
-        return _send(context, row, form, file, request, artifact_hold)
 
-
-def _send(
-    context: ApiContext, row: CheckpointRow, form: Form, file: str, request: Request, artifact_hold: ExitStack
-) -> Response:
-    """Send a file or an archive.
-
-    `artifact_hold` keeps the files on disk. It may be closed when this returns, because all files
-    are open then.
-    """
-    artifact = _open_artifact(context, row, artifact_hold)
-    names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
-    try:
+    # All files are open at the end of the context, so they may be deleted then.
+    with _translate_errors(row), context.artifacts.keep_local(row.artifact_id):
+        artifact = context.artifacts.open_verified(row.artifact_id)
         if form == "file":
             download = open_file(artifact.path / file, artifact.artifact_id)
         else:
-            download = open_tar(artifact.path, names, [_COMPLETE], file, artifact.artifact_id)
-    except FileNotFoundError as error:  # deleted after the row was read
-        raise _make_gone_error(row) from error
+            names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
+            download = open_tar(artifact.path, names, file, artifact.artifact_id)
     return send_download(download, request)
 
 
@@ -183,16 +171,6 @@ def _redirect(context: ApiContext, row: CheckpointRow, file: str, request: Reque
     return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers=headers)
 
 
-def _open_artifact(context: ApiContext, row: CheckpointRow, artifact_hold: ExitStack) -> Artifact:
-    """Return the verified files of a checkpoint.
-
-    They stay on disk until `artifact_hold` is closed. Raises the errors of `_translate_errors`.
-    """
-    with _translate_errors(row):
-        artifact_hold.enter_context(context.artifacts.keep_local(row.artifact_id))
-        return context.artifacts.open_verified(row.artifact_id)
-
-
 @contextmanager
 def _translate_errors(row: CheckpointRow) -> Generator[None]:
     """Convert errors of the artifact store to ApiError.
@@ -202,17 +180,13 @@ def _translate_errors(row: CheckpointRow) -> Generator[None]:
     """
     try:
         yield
-    except ArtifactMissing as error:
-        raise _make_gone_error(row) from error
+    except (ArtifactMissing, FileNotFoundError) as error:  # possibly deleted after the row was read
+        raise not_found(f"checkpoint {row.path}: its files are gone") from error
     except ArtifactsUnreachable as error:
         _log.error("could not read checkpoint %s: %s", row.path, error)
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the object store of the weights does not respond") from error
     except ArtifactCorrupt as error:
         raise ApiError(HTTPStatus.GONE, f"checkpoint {row.path} is damaged: {error}; save it again") from error
-
-
-def _make_gone_error(row: CheckpointRow) -> ApiError:
-    return not_found(f"checkpoint {row.path}: its files are gone")
 
 
 def make_archive_url(
@@ -273,17 +247,17 @@ def open_file(path: Path, etag: str) -> Download:
         return Download((part,), "application/octet-stream", path.name, etag, files.pop_all())
 
 
-def open_tar(folder: Path, names: Sequence[str], empty: Sequence[str], file_name: str, etag: str) -> Download:
+def open_tar(folder: Path, names: Sequence[str], file_name: str, etag: str) -> Download:
     """Open files of a directory for download as one uncompressed tar archive.
 
-    `empty` lists the names of empty files to add. All files are opened before the first byte is
-    sent, so the archive is complete even if a file is deleted meanwhile.
+    All files are opened before the first byte is sent, so the archive is complete even if a file is
+    deleted meanwhile.
     """
     parts: list[tuple[BinaryIO, int]] = []
     num_bytes = 0
     with ExitStack() as files:
-        for name in (*names, *empty):
-            file = files.enter_context((folder / name).open("rb")) if name in names else BytesIO()
+        for name in (*names, _COMPLETE):
+            file = BytesIO() if name == _COMPLETE else files.enter_context((folder / name).open("rb"))
             size = file.seek(0, 2)
             info = tarfile.TarInfo(name)
             info.size, info.mode = size, 0o644

@@ -34,7 +34,7 @@ _CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCa
 router = APIRouter()
 
 
-@router.post("/retrieve_future", response_model=None, openapi_extra=describe_body(schemas.RetrieveFutureRequest))
+@router.post("/retrieve_future", response_model=None, **describe_body(schemas.RetrieveFutureRequest))
 async def retrieve_future(request: Request) -> Response:
     """Return a result, by long poll. 408 if there is none yet: the client polls again.
 
@@ -85,9 +85,7 @@ async def retrieve_future(request: Request) -> Response:
     return JSONResponse(again, status_code=HTTPStatus.REQUEST_TIMEOUT)
 
 
-@router.post(
-    "/retrieve_futures", response_model_exclude_none=True, openapi_extra=describe_body(schemas.RetrieveFuturesRequest)
-)
+@router.post("/retrieve_futures", **describe_body(schemas.RetrieveFuturesRequest))
 async def retrieve_futures(request: Request) -> schemas.RetrieveFuturesResponse:
     """List the sample requests of one client that completed after a cursor, by long poll."""
     call = await read_poll(request, COMPLETIONS_POLL_LIMITS)
@@ -132,7 +130,7 @@ def _find_completions(
     )
 
 
-@router.post("/cancel_future", openapi_extra=describe_body(schemas.CancelFutureRequest))
+@router.post("/cancel_future", **describe_body(schemas.CancelFutureRequest))
 def cancel_future(call: Incoming) -> dict[str, str]:
     """Cancel a sample request. No effect if it is completed or unknown."""
     request_id = RequestId(call.body.parse_model(schemas.CancelFutureRequest).request_id)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
@@ -96,7 +96,7 @@ def list_checkpoints(call: IncomingList, limit: Limit = 100, offset: Offset = 0)
 _SEARCH = partial(
     router.post,
     response_model=schemas.CheckpointSearchResponse,
-    openapi_extra=describe_body(schemas.CheckpointSearchRequest),
+    **describe_body(schemas.CheckpointSearchRequest),
 )
 
 
@@ -157,26 +157,18 @@ def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None
 
     An operator can restore the checkpoint for a while.
     """
-
-    def work(tx: Session) -> None:
-        path, now = _find_editable_path(tx, call, run_id, kind, name), time.time()
-        checkpoints.mark_deleted(tx, path, now)
-        audit.record(tx, "checkpoint_delete", call.caller.actor, now, path=path)
-
-    call.store.write(work)
+    _change(call, "checkpoint_delete", run_id, kind, name, checkpoints.mark_deleted)
 
 
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", openapi_extra=describe_body(schemas.TtlRequest))
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", **describe_body(schemas.TtlRequest))
 def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Set the lifetime of a checkpoint, counted from now, or make it unlimited."""
     seconds = check_ttl(call.body.parse_model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
 
-    def work(tx: Session) -> None:
-        path, now = _find_editable_path(tx, call, run_id, kind, name), time.time()
+    def change(tx: Session, path: CheckpointPath, now: float) -> None:
         checkpoints.set_ttl(tx, path, None if seconds is None else now + seconds)
-        audit.record(tx, "checkpoint_ttl_set", call.caller.actor, now, path=path, ttl_seconds=seconds)
 
-    call.store.write(work)
+    _change(call, "checkpoint_ttl_set", run_id, kind, name, change, ttl_seconds=seconds)
     return {}
 
 
@@ -184,37 +176,43 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
 def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Publish a checkpoint, so that every caller can read it by its path."""
     # A checkpoint that is published already is no error. Clients would retry a 409.
-    _set_public(call, run_id, kind, name, True)
+    _change(call, "checkpoint_publish", run_id, kind, name, lambda tx, path, _: checkpoints.set_public(tx, path, True))
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Unpublish a checkpoint. Copies that other owners have made are not deleted."""
-    _set_public(call, run_id, kind, name, False)
+    _change(
+        call, "checkpoint_unpublish", run_id, kind, name, lambda tx, path, _: checkpoints.set_public(tx, path, False)
+    )
     return {}
 
 
-def _set_public(call: ApiCall, run_id: str, kind: str, name: str, is_public: bool) -> None:
+def _change(
+    call: ApiCall,
+    event: audit.Event,
+    run_id: str,
+    kind: str,
+    name: str,
+    change: Callable[[Session, CheckpointPath, float], object],
+    **details: audit.Detail,
+) -> None:
+    """Change a checkpoint with `change(tx, path, now)`, and record the change in the audit log.
+
+    Raises UserError or ApiError if there is no such checkpoint that the caller may change.
+    """
+
     def work(tx: Session) -> None:
-        path = _find_editable_path(tx, call, run_id, kind, name)
-        checkpoints.set_public(tx, path, is_public)
-        event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
-        audit.record(tx, event, call.caller.actor, time.time(), path=path)
+        now = time.time()
+        row = access.find_editable_run(tx, call.caller, ModelId(run_id))
+        path = CheckpointPath.of_parts(row.model_id, kind, name)
+        if checkpoints.get(tx, path, now) is None:
+            raise not_found(f"checkpoint {path} does not exist")
+        change(tx, path, now)
+        audit.record(tx, event, call.caller.actor, now, path=path, **details)
 
     call.store.write(work)
-
-
-def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Return the path of a checkpoint that the caller may change.
-
-    Raises UserError or ApiError if there is none.
-    """
-    row = access.find_editable_run(tx, call.caller, ModelId(run_id))
-    path = CheckpointPath.of_parts(row.model_id, kind, name)
-    if checkpoints.get(tx, path, time.time()) is None:
-        raise not_found(f"checkpoint {path} does not exist")
-    return path
 
 
 def _describe_run(run: ReadableRun) -> schemas.TrainingRun:

@@ -19,7 +19,7 @@ from skyrl_tx.contract.arrays import Int64Array
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.numbers import MAX_SAMPLES, check_number
-from skyrl_tx.contract.requests import Rejected, SampledLogprobs
+from skyrl_tx.contract.requests import SampledLogprobs
 from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.http.body import JsonRequest
@@ -45,7 +45,7 @@ _LARGE_BYTES = 2**20
 """The prompts of larger bodies are compared with the context before they are validated."""
 
 
-@router.post("/create_sampling_session", openapi_extra=describe_body(schemas.CreateSamplingSessionRequest))
+@router.post("/create_sampling_session", **describe_body(schemas.CreateSamplingSessionRequest))
 def create_sampling_session(call: Incoming) -> dict[str, str]:
     """Create a sampling session on the base model or on saved weights."""
     request = call.body.parse_model(schemas.CreateSamplingSessionRequest)
@@ -73,7 +73,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
-@router.post("/join_sampling_session", openapi_extra=describe_body(schemas.JoinSamplingSessionRequest))
+@router.post("/join_sampling_session", **describe_body(schemas.JoinSamplingSessionRequest))
 def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse:
     """Return a number for a copy of a sampling client.
 
@@ -95,7 +95,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
     return schemas.SamplerResponse(sampler_id=sampler_id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/asample", response_model_exclude_none=True, openapi_extra=describe_body(schemas.AsampleRequest))
+@router.post("/asample", **describe_body(schemas.AsampleRequest))
 def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request. The response contains the ids of the sequences to be sampled."""
     call.add_stored(len(call.body.raw))
@@ -121,11 +121,8 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         def translate(schema: schemas.AsampleRequest) -> Submission:
             logprobs = _find_logprobs(call, row.session_id, schema.sampling_params.temperature)
             sample = translate_sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes, logprobs)
-            return (
-                sample.replace_request(_reject_dropped_sampler(row))
-                if row.sampler_id is None and row.model_id
-                else sample
-            )
+            is_dropped = row.sampler_id is None and row.model_id is not None
+            return sample.reject(_describe_dropped_sampler(row)) if is_dropped else sample
 
         if (problem := _find_long_prompt(call, request)) is not None:
             sample = Submission.from_error("sample", problem)
@@ -203,16 +200,11 @@ def _list_token_lists(prompt: object) -> list[list[object]]:
     return [cast(list[object], tokens) for tokens in found if isinstance(tokens, list)]
 
 
-def _reject_dropped_sampler(row: SamplingSessionRow) -> Rejected:
-    """Return a rejected request, because the ephemeral sampler of the session was dropped.
-
-    The caller keeps the digest of the original request, so that a retry is recognized.
-    """
-    message = (
+def _describe_dropped_sampler(row: SamplingSessionRow) -> str:
+    return (
         f"sampling_session_id {quote_value(row.sampling_session_id)}: its ephemeral sampler was not used for a long "
         "time and was dropped; save weights to sample from with a name to keep them"
     )
-    return Rejected(kind="sample", message=message)
 
 
 def _make_sequence_ids(key: str, num_samples: int) -> list[str]:

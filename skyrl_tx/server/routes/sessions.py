@@ -60,7 +60,7 @@ def _collect_info_lines(call: ApiCall, request: Request, session_id: SessionId) 
                 yield line
 
 
-@router.post("/create_session", openapi_extra=describe_body(schemas.CreateSessionRequest))
+@router.post("/create_session", **describe_body(schemas.CreateSessionRequest))
 def create_session(call: Incoming, request: Request) -> dict[str, str]:
     """Create a session. A retry with the same idempotency key returns the same session.
 
@@ -104,7 +104,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     return response
 
 
-@router.post("/session_heartbeat", openapi_extra=describe_body(schemas.HeartbeatRequest))
+@router.post("/session_heartbeat", **describe_body(schemas.HeartbeatRequest))
 def record_heartbeat(call: Incoming) -> dict[str, str]:
     """Record a heartbeat of a session. Returns 410 if the session has finished."""
     session_id = SessionId(call.body.parse_model(schemas.HeartbeatRequest).session_id)
@@ -119,7 +119,7 @@ def record_heartbeat(call: Incoming) -> dict[str, str]:
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/{session_id}/finish", openapi_extra=describe_body(schemas.FinishRequest))
+@router.post("/sessions/{session_id}/finish", **describe_body(schemas.FinishRequest))
 def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
     """Finish a session. Finishing it again does not change the reason."""
     request = call.body.parse_model(schemas.FinishRequest)
@@ -154,7 +154,7 @@ def get_session(session_id: str, call: IncomingList, access_scope: AccessScope =
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
-        ref = access.find_visible_session(tx, call.caller, SessionId(session_id))
+        ref = access.find_session(tx, call.caller, SessionId(session_id), access.MEMBERS)
         row = get_existing(tx, SessionRow, ref.session_id)
         return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.list_by_session(tx, row.session_id)],
@@ -166,13 +166,13 @@ def get_session(session_id: str, call: IncomingList, access_scope: AccessScope =
     return call.store.read(work)
 
 
-@router.put("/sessions/{session_id}/project", openapi_extra=describe_body(schemas.ProjectRequest))
+@router.put("/sessions/{session_id}/project", **describe_body(schemas.ProjectRequest))
 def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     """Move a session, with its runs and checkpoints, into a project."""
     project_id = call.body.parse_model(schemas.ProjectRequest).project_id
 
     def work(tx: Session) -> None:
-        row = access.find_assignable_session(tx, call.caller, SessionId(session_id))
+        row = access.find_session(tx, call.caller, SessionId(session_id), access.EDITORS)
         access.check_can_use_project(tx, call.caller, project_id)
         sessions.set_project(tx, row.session_id, project_id)
         audit.record(
@@ -189,9 +189,7 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
 
 
 @router.post(
-    "/sessions/search",
-    response_model=schemas.SessionSearchResponse,
-    openapi_extra=describe_body(schemas.SessionSearchRequest),
+    "/sessions/search", response_model=schemas.SessionSearchResponse, **describe_body(schemas.SessionSearchRequest)
 )
 def search_sessions(call: IncomingList) -> Response:
     """Search sessions, newest first."""

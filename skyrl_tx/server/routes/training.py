@@ -46,7 +46,7 @@ _MAX_SAMPLED_SPANS = 16_384
 """Maximum number of spans of a pass that are stored for display. Further spans are dropped."""
 
 
-@router.post("/create_model", response_model_exclude_none=True, openapi_extra=describe_body(schemas.CreateModelRequest))
+@router.post("/create_model", **describe_body(schemas.CreateModelRequest))
 def create_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the creation of a model with a new LoRA adapter."""
     request = call.body.parse_request()
@@ -61,11 +61,7 @@ def create_model(call: Incoming) -> schemas.FutureHandle:
     return call.store.write(lambda tx: submission.submit_creation(tx, call, ids, create))
 
 
-@router.post(
-    "/forward_backward",
-    response_model_exclude_none=True,
-    openapi_extra=describe_body(schemas.ForwardBackwardRequest, is_also_protobuf=True),
-)
+@router.post("/forward_backward", **describe_body(schemas.ForwardBackwardRequest, is_also_protobuf=True))
 def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward/backward request, in protobuf or JSON."""
     if call.body.is_protobuf:
@@ -79,7 +75,7 @@ def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     )
 
 
-@router.post("/forward", response_model_exclude_none=True, openapi_extra=describe_body(schemas.ForwardRequest))
+@router.post("/forward", **describe_body(schemas.ForwardRequest))
 def forward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward request without gradients, in JSON (SDK up to 0.24)."""
     return submit_json(
@@ -90,20 +86,20 @@ def forward(call: IncomingData) -> schemas.FutureHandle:
     )
 
 
-@router.post("/optim_step", response_model_exclude_none=True, openapi_extra=describe_body(schemas.OptimStepRequest))
+@router.post("/optim_step", **describe_body(schemas.OptimStepRequest))
 def optim_step(call: Incoming) -> schemas.FutureHandle:
     """Queue an optimizer step."""
     return submit_json(call, "optim_step", schemas.OptimStepRequest, translate_optim_step)
 
 
-@router.post("/unload_model", response_model_exclude_none=True, openapi_extra=describe_body(schemas.UnloadModelRequest))
+@router.post("/unload_model", **describe_body(schemas.UnloadModelRequest))
 def unload_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the removal of a model (SDK up to 0.25)."""
     unload = Submission.from_request(requests.UnloadModel())
     return submit_json(call, "unload_model", schemas.UnloadModelRequest, lambda schema: unload)
 
 
-@router.post("/get_info", response_model_exclude_none=True, openapi_extra=describe_body(schemas.GetInfoRequest))
+@router.post("/get_info", **describe_body(schemas.GetInfoRequest))
 def get_info(call: Incoming) -> schemas.GetInfoResponse:
     """Describe a model: its base model, tokenizer and LoRA rank."""
     model_id = ModelId(call.body.parse_model(schemas.GetInfoRequest).model_id)
@@ -118,11 +114,7 @@ def get_info(call: Incoming) -> schemas.GetInfoResponse:
     )
 
 
-@router.post(
-    "/create_custom_loss",
-    response_model_exclude_none=True,
-    openapi_extra=describe_body(schemas.CreateCustomLossRequest),
-)
+@router.post("/create_custom_loss", **describe_body(schemas.CreateCustomLossRequest))
 def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
     """Compile an uploaded loss and store it for its session. 400 names an unsupported node.
 
@@ -178,13 +170,7 @@ def translate_create_model(request: schemas.CreateModelRequest, settings: ApiSet
     create = requests.CreateModel(
         base_model=base_model,
         spec=requests.ModelSpec(
-            lora=requests.LoraSpec(
-                rank=lora.rank,
-                seed=choose_seed(lora.seed, "lora_config.seed"),
-                train_attn=lora.train_attn,
-                train_mlp=lora.train_mlp,
-                train_unembed=lora.train_unembed,
-            ),
+            lora=lora.make_spec(choose_seed(lora.seed, "lora_config.seed")),
             optimizer=read_optimizer_kind(request.optimizer_config),
         ),
     )

@@ -52,17 +52,13 @@ It must never change, because digests are stored.
 _FINISH_REASON = "success: made by copy_weights"
 
 
-@router.post("/save_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.SaveWeightsRequest))
+@router.post("/save_weights", **describe_body(schemas.SaveWeightsRequest))
 def save_weights(call: Incoming) -> FutureHandle:
     """Queue a save of weights and optimizer state under a name."""
     return submit_json(call, "save_weights", schemas.SaveWeightsRequest, translate_save_weights)
 
 
-@router.post(
-    "/save_weights_for_sampler",
-    response_model_exclude_none=True,
-    openapi_extra=describe_body(schemas.SaveWeightsForSamplerRequest),
-)
+@router.post("/save_weights_for_sampler", **describe_body(schemas.SaveWeightsForSamplerRequest))
 def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     """Queue a save of weights to sample from, with or without a name."""
     model_id = ModelId(call.body.parse_request().parse_ids(ModelRequestIds).model_id)
@@ -75,17 +71,13 @@ def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     )
 
 
-@router.post(
-    "/save_weights_external",
-    response_model_exclude_none=True,
-    openapi_extra=describe_body(schemas.SaveWeightsExternalRequest),
-)
+@router.post("/save_weights_external", **describe_body(schemas.SaveWeightsExternalRequest))
 def save_weights_external(call: Incoming) -> FutureHandle:
     """Queue a save of weights for download, in the PEFT layout."""
     return submit_json(call, "save_weights", schemas.SaveWeightsExternalRequest, translate_save_weights_external)
 
 
-@router.post("/load_weights", response_model_exclude_none=True, openapi_extra=describe_body(schemas.LoadWeightsRequest))
+@router.post("/load_weights", **describe_body(schemas.LoadWeightsRequest))
 def load_weights(call: Incoming) -> FutureHandle:
     """Queue a load of a checkpoint into a model, or the creation of a model from a checkpoint."""
     request = call.body.parse_request()
@@ -108,7 +100,7 @@ def load_weights(call: Incoming) -> FutureHandle:
     return call.store.write(work)
 
 
-@router.post("/weights_info", response_model_exclude_none=True, openapi_extra=describe_body(schemas.WeightsInfoRequest))
+@router.post("/weights_info", **describe_body(schemas.WeightsInfoRequest))
 def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
     """Describe the weights of a checkpoint."""
     # SDKs up to 0.36 create the model from this response before they load the checkpoint into it.
@@ -126,7 +118,7 @@ def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
     )
 
 
-@router.post("/copy_weights", openapi_extra=describe_body(schemas.CopyWeightsRequest))
+@router.post("/copy_weights", **describe_body(schemas.CopyWeightsRequest))
 def copy_weights(call: Incoming) -> dict[str, str]:
     """Copy a checkpoint to another path, in a run that cannot be trained."""
     # A retry, recognized by the destination or by the idempotency key, returns the same path.
@@ -137,12 +129,22 @@ def copy_weights(call: Incoming) -> dict[str, str]:
     path = CheckpointPath(model_id_of(session_id, model_seq_id), source.kind, source.name)
 
     def work(tx: Session) -> None:
-        # Find or create the session of the copy.
+        # Find the session of the copy, or create a session that only has the copy and is finished.
         if request.destination_project_id is None:
             access.find_open_session(tx, call.caller, session_id)
         elif sessions.find(tx, session_id) is None:
             access.check_can_use_project(tx, call.caller, request.destination_project_id)
-            _create_session(tx, call, session_id, request.destination_project_id)
+            now = time.time()
+            sessions.create(
+                tx,
+                session_id=session_id,
+                owner=call.caller.owner,
+                key_id=call.caller.quota_key_id,
+                sdk_version=call.sdk_version,
+                project_id=request.destination_project_id,
+                now=now,
+            )
+            sessions.finish(tx, session_id, _FINISH_REASON, now)
 
         readers = call.list_readers(tx, request.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, request.ttl_seconds):
@@ -169,21 +171,6 @@ def _choose_destination(call: ApiCall, request: schemas.CopyWeightsRequest) -> t
     if session_id is None:
         raise bad_request("X-Idempotency-Key: missing; without it a retry would make a second copy")
     return session_id, 0
-
-
-def _create_session(tx: Session, call: ApiCall, session_id: SessionId, project_id: str) -> None:
-    """Create a finished session that contains only the copy."""
-    now = time.time()
-    sessions.create(
-        tx,
-        session_id=session_id,
-        owner=call.caller.owner,
-        key_id=call.caller.quota_key_id,
-        sdk_version=call.sdk_version,
-        project_id=project_id,
-        now=now,
-    )
-    sessions.finish(tx, session_id, _FINISH_REASON, now)
 
 
 def _copy(

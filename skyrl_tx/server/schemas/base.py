@@ -56,15 +56,17 @@ BODIES: dict[str, type[WireModel]] = {}
 
 
 def describe_body(kind: type[WireModel], *, is_also_protobuf: bool = False) -> dict[str, Any]:
-    """Describe the body of an endpoint for the OpenAPI document, as `openapi_extra` of its route.
+    """Return the options of a route whose endpoint parses its body itself.
 
-    Endpoints parse bodies themselves, so FastAPI does not know their schemas.
+    They describe the body in the OpenAPI document, because FastAPI does not know its schema. The
+    response omits fields that are None.
     """
     BODIES[kind.__name__] = kind
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
     if is_also_protobuf:
         content["application/x-protobuf"] = {"schema": {"type": "string", "format": "binary"}}
-    return {"requestBody": {"required": True, "content": content}}
+    body = {"required": True, "content": content}
+    return {"openapi_extra": {"requestBody": body}, "response_model_exclude_none": True}
 
 
 def make_body_schemas() -> dict[str, Any]:
@@ -94,33 +96,20 @@ def _check_length(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
-def _check_keep_last(metadata: dict[str, str]) -> dict[str, str]:
-    value = metadata.get(KEEP_LAST, "all")
-    if value != "all" and not (value.isdecimal() and 1 <= len(value) <= _MAX_DIGITS and int(value) > 0):
+def _check_known_keys(metadata: dict[str, str]) -> dict[str, str]:
+    """Raise ValueError for a wrong value of a key that the server reads."""
+    num_kept = metadata.get(KEEP_LAST, "all")
+    if num_kept != "all" and not (num_kept.isdecimal() and 1 <= len(num_kept) <= _MAX_DIGITS and int(num_kept) > 0):
         raise ValueError(f"{KEEP_LAST} must be a number from 1, or 'all'")
-    return metadata
-
-
-def _check_share_prefixes(metadata: dict[str, str]) -> dict[str, str]:
     if metadata.get(SHARE_PREFIXES, "true") not in ("true", "false"):
         raise ValueError(f"{SHARE_PREFIXES} must be 'true' or 'false'")
-    return metadata
-
-
-def _check_sampled_logprobs(metadata: dict[str, str]) -> dict[str, str]:
     if metadata.get(SAMPLED_LOGPROBS, "raw") not in get_args(SampledLogprobs):
         raise ValueError(f"{SAMPLED_LOGPROBS} must be 'tempered' or 'raw'")
     return metadata
 
 
 TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
-Metadata = Annotated[
-    TextMetadata,
-    BeforeValidator(_convert_values_to_text),
-    AfterValidator(_check_keep_last),
-    AfterValidator(_check_share_prefixes),
-    AfterValidator(_check_sampled_logprobs),
-]
+Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text), AfterValidator(_check_known_keys)]
 """Metadata of sessions and runs. Values that are not strings are converted to JSON."""
 Name = Annotated[str, Field(max_length=200)]
 """A name that is stored with a session."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.server.schemas.base import (
     CreationIds,
     Int,
@@ -102,6 +103,16 @@ class LoraConfig(WireModel):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    def make_spec(self, seed: int) -> LoraSpec:
+        """Return the adapter as the engine trains it."""
+        return LoraSpec(
+            rank=self.rank,
+            seed=seed,
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+        )
 
 
 class OptimizerConfig(WireModel):

@@ -107,6 +107,11 @@ class Submission:
         """
         return self.request.kind if isinstance(self.request, Rejected) else codec.get_kind(self.request)
 
+    def reject(self, message: str) -> "Submission":
+        """Return a rejected request in the place of this one, with the same digest."""
+        backward = isinstance(self.request, ModelPass) and self.request.backward
+        return self.replace_request(Rejected(kind=self.kind, message=message, backward=backward))
+
     def replace_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
         """Return this submission with another request and the same digest."""
         return replace(self, request=request, body=codec.encode(request), sequence_ids=sequence_ids)
@@ -153,8 +158,7 @@ def add_recorded_samples(store: Store, caller: Principal, submission: Submission
     try:
         return submission.replace_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
     except UserError as error:
-        reason = Rejected(kind=submission.kind, message=error.message, backward=request.backward)
-        return submission.replace_request(reason)
+        return submission.reject(error.message)
 
 
 def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) -> Submission:
@@ -176,10 +180,9 @@ def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) ->
     unknown = sorted(request.loss_config.keys() - {"loss_id"})
     body = call.store.read(find)
     if unknown or body is None:
-        reason = (
+        return submission.reject(
             f"loss_fn_config.{unknown[0][:80]}: {CUSTOM} takes loss_id" if unknown else _describe_missing_loss(loss_id)
         )
-        return submission.replace_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
     stored = codec.decode(body)
     assert isinstance(stored, CreateCustomLoss)
 

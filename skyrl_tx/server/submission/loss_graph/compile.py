@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss, CustomLossInput
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest, GraphInput, LossGraphNode
-from skyrl_tx.server.submission.loss_graph.arguments import (
-    Argument,
-    Arguments,
-    DictArgument,
-    ListArgument,
-    read_argument,
-)
-from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 from skyrl_tx.server.submission.loss_graph.torch_functions import FUNCTIONS, METHODS
+from skyrl_tx.server.submission.loss_graph.values import Argument, Arguments, Builder, Value, read_argument
 from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
 
 _MAX_INPUTS = 16
@@ -115,10 +108,10 @@ def _call_function(
 
 def _build_loss(builder: Builder, name: str, args: tuple[Argument, ...]) -> CustomLoss:
     given = args[0] if len(args) == 1 else None
-    if not (isinstance(given, ListArgument) and len(given.items) == 2 and isinstance(given.items[1], DictArgument)):
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise UserError("must return (loss, metrics), where metrics is a dict")
 
-    loss, metrics = given.items[0], given.items[1].items
+    loss, metrics = given[0], given[1]
     value = _check_scalar("the loss", loss)
     require(value.has_gradient, f"the loss does not depend on {LOGPROBS}, so it has no gradient")
     require(not value.is_bool, "the loss is bool; must be a float")

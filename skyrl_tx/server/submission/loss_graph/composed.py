@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from skyrl_tx.contract.custom_loss import MAX_EXACT, MAX_FIXED, ONE
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.submission.loss_graph.arguments import Arguments, ListArgument
-from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
+from skyrl_tx.server.submission.loss_graph.values import Argument, Arguments, Builder, Value
 
 _MAX_EQUATION = 64
 
@@ -80,7 +79,7 @@ def gather(args: Arguments) -> Value:
     return _pick(args.builder, value, index, axis)
 
 
-def topk(args: Arguments) -> ListArgument:
+def topk(args: Arguments) -> Argument:
     """Translate `topk`. Returns the values and their indices."""
     value, count = args.get_float("input"), args.get("k")
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_FIXED:
@@ -91,7 +90,7 @@ def topk(args: Arguments) -> ListArgument:
     is_smallest = args.get("largest") is not None and not args.get_flag("largest")
     value = args.builder.emit("neg", value) if is_smallest else value
     values, indices = (args.builder.emit(name, value, options=(axis, count)) for name in ("topk", "argtopk"))
-    return ListArgument((args.builder.emit("neg", values) if is_smallest else values, indices))
+    return args.builder.emit("neg", values) if is_smallest else values, indices
 
 
 def concatenate(args: Arguments) -> Value:
@@ -111,8 +110,8 @@ def stack(args: Arguments) -> Value:
 
 def _read_tensors(args: Arguments) -> list[Value]:
     given = args.get("tensors")
-    values = [value for value in given.items if isinstance(value, Value)] if isinstance(given, ListArgument) else []
-    if not values or not isinstance(given, ListArgument) or len(values) < len(given.items):
+    values = [value for value in given if isinstance(value, Value)] if isinstance(given, tuple) else []
+    if not values or not isinstance(given, tuple) or len(values) < len(given):
         raise UserError("argument tensors must be a list of tensors")
     if len({len(value.shape) for value in values}) > 1:
         raise UserError(f"takes tensors of as many dimensions, not {', '.join(value.text for value in values)}")

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from skyrl_tx.contract.custom_loss import ONE
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.submission.loss_graph import composed
-from skyrl_tx.server.submission.loss_graph.arguments import (
+from skyrl_tx.server.submission.loss_graph.values import (
     Argument,
     Arguments,
+    Builder,
     DtypeArgument,
-    ListArgument,
     ShapeArgument,
-    SliceArgument,
+    Value,
 )
-from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 
 _Function = Callable[[Arguments], Argument]
 _MAX_INDEX = 4096
@@ -246,8 +245,8 @@ def _numel(args: Arguments) -> Value:
 
 def _attribute(args: Arguments) -> Argument:
     name, pair = args.get("name"), args.get("input")
-    if isinstance(pair, ListArgument) and name in ("values", "indices") and len(pair.items) == 2:
-        return pair.items[name == "indices"]  # `topk` returns values and indices
+    if isinstance(pair, tuple) and name in ("values", "indices") and len(pair) == 2:
+        return pair[name == "indices"]  # `topk` returns values and indices
     value = args.get_tensor("input")
     if name == "shape":
         return ShapeArgument(value)
@@ -258,15 +257,13 @@ def _attribute(args: Arguments) -> Argument:
 
 def _item(args: Arguments) -> Argument:
     source, index = args.get("input"), args.get("index")
-    if isinstance(source, ShapeArgument | ListArgument):
-        count = len(source.value.shape) if isinstance(source, ShapeArgument) else len(source.items)
+    if isinstance(source, ShapeArgument | tuple):
+        count = len(source.value.shape) if isinstance(source, ShapeArgument) else len(source)
         if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
             raise UserError(
                 f"the index of {count} values must be a whole number from {-count} to {count - 1}, not {index}"
             )
-        return (
-            emit_size(args, source.value, index % count) if isinstance(source, ShapeArgument) else source.items[index]
-        )
+        return emit_size(args, source.value, index % count) if isinstance(source, ShapeArgument) else source[index]
     return _index(args.builder, args.get_tensor("input"), index)
 
 
@@ -281,7 +278,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
     Raises UserError unless each size of the result is a constant, or the length of a dimension of
     `value` minus a constant.
     """
-    parts = index.items if isinstance(index, ListArgument) else (index,)
+    parts = index if isinstance(index, tuple) else (index,)
     num_indices = sum(1 for part in parts if part is not None and part is not Ellipsis)
     if num_indices > len(value.shape) or sum(1 for part in parts if part is Ellipsis) > 1:
         raise UserError(f"{num_indices} indices do not fit a tensor {value.text}")
@@ -294,7 +291,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
         elif part is None:
             value = builder.emit("unsqueeze", value, options=(axis,))
             axis += 1
-        elif isinstance(part, SliceArgument):
+        elif isinstance(part, slice):
             value = _slice(builder, value, axis, part)
             axis += 1
         elif isinstance(part, int) and not isinstance(part, bool):
@@ -305,7 +302,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
     return value
 
 
-def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
+def _slice(builder: Builder, value: Value, axis: int, part: slice) -> Value:
     """Translate `value[start:stop]` on an axis.
 
     The length of the result must be a constant, or the length of the dimension minus a constant.

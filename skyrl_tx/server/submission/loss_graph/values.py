@@ -1,17 +1,148 @@
-"""Arguments of the nodes of a graph: decodes them, and binds them to parameter names."""
+"""Values of a loss while its graph is compiled, and arguments of the graph's nodes.
 
+`Builder` adds operations, and tracks the type and shape of every value. `read_argument` decodes an
+argument of a node, and `Arguments` binds the arguments of a call to parameter names.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import cast
+from typing import TypeAlias, cast
 
+from skyrl_tx.contract.custom_loss import (
+    GIVES_BOOL,
+    LOGPROBS,
+    MAX_OPERATIONS,
+    CustomLoss,
+    CustomLossInput,
+    Operation,
+    Shape,
+    ShapeError,
+    result_shape,
+    shape_text,
+)
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 from skyrl_tx.server.submission.validation import quote_value
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 64
 _FLOATS = {"inf": float("inf"), "-inf": float("-inf")}
+_MAX_FLOAT32 = 3.4028234663852886e38
+_WITHOUT_GRADIENT = GIVES_BOOL | {"stop_gradient", "size", "argtopk"}
+_KEEPS_BOOL = frozenset({"unsqueeze", "squeeze", "slice", "select", "window", "concat", "stop_gradient"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A value of the loss: an input, a constant, or the result of an operation.
+
+    `has_gradient` says whether the value depends on the logprobs in a differentiable way.
+    """
+
+    shape: Shape
+    is_bool: bool = False
+    has_gradient: bool = False
+    operation: str = ""
+    reads: tuple["Value", ...] = ()
+    options: tuple[int, ...] = ()
+    constant: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The shape of the value for error messages."""
+        return shape_text(self.shape)
+
+
+@dataclass(slots=True)
+class Builder:
+    """The values of one loss that have been added so far."""
+
+    inputs: Sequence[CustomLossInput]
+    input_values: list[Value] = field(init=False)
+    _constants: dict[float, Value] = field(init=False, default_factory=dict[float, Value])
+    _results: list[Value] = field(init=False, default_factory=list[Value])
+
+    def __post_init__(self) -> None:
+        self.input_values = [
+            Value(loss_input.shape, has_gradient=loss_input.name == LOGPROBS) for loss_input in self.inputs
+        ]
+
+    def add_constant(self, number: float) -> Value:
+        """Return a scalar constant.
+
+        Raises UserError for NaN and for numbers that do not fit float32.
+        """
+        if isinstance(number, float) and math.isnan(number):
+            raise UserError("a constant is NaN")
+        if abs(number) > _MAX_FLOAT32 and not (isinstance(number, float) and math.isinf(number)):
+            raise UserError("a constant does not fit float32")
+        number = float(number) + 0.0  # -0.0 and 0.0 are one constant
+        if number not in self._constants:
+            self._constants[number] = Value((), constant=number)
+        return self._constants[number]
+
+    def emit(self, operation: str, *reads: Value, options: tuple[int, ...] = ()) -> Value:
+        """Add an operation and return its result.
+
+        Raises UserError if the shapes do not fit, or if the loss has too many operations.
+        """
+        if len(self._results) == MAX_OPERATIONS:
+            raise UserError(f"the loss has more than {MAX_OPERATIONS} operations")
+        try:
+            shape = result_shape(
+                Operation(name=operation, values=(), options=options), [value.shape for value in reads]
+            )
+        except ShapeError as error:
+            raise UserError(str(error)) from error
+
+        value = Value(
+            shape=shape,
+            is_bool=operation in GIVES_BOOL or (operation in _KEEPS_BOOL and reads[0].is_bool),
+            has_gradient=operation not in _WITHOUT_GRADIENT and any(value.has_gradient for value in reads),
+            operation=operation,
+            reads=reads,
+            options=options,
+        )
+        self._results.append(value)
+        return value
+
+    def to_float32(self, value: Value) -> Value:
+        """Return a value as float32."""
+        return self.emit("to_float", value) if value.is_bool else value
+
+    def to_bool(self, value: Value) -> Value:
+        """Return a value as bool: True where it is not 0."""
+        return value if value.is_bool else self.emit("ne", value, self.add_constant(0.0))
+
+    def finish(self, name: str, loss: Value, metrics: Mapping[str, Value]) -> CustomLoss:
+        """Return the loss. Operations whose results are not needed are dropped."""
+        # Find the values that the loss and the metrics need. Operations come after their operands.
+        needed = {id(loss), *map(id, metrics.values())}
+        for value in reversed(self._results):
+            if id(value) in needed:
+                needed.update(map(id, value.reads))
+
+        # Number the inputs, constants and results in this order.
+        constants = [value for value in self._constants.values() if id(value) in needed]
+        results = [value for value in self._results if id(value) in needed]
+        numbers = {id(value): number for number, value in enumerate([*self.input_values, *constants, *results])}
+
+        return CustomLoss(
+            name=name,
+            inputs=tuple(self.inputs),
+            constants=tuple(value.constant for value in constants if value.constant is not None),
+            operations=tuple(
+                Operation(
+                    name=value.operation,
+                    values=tuple(numbers[id(read)] for read in value.reads),
+                    options=value.options,
+                )
+                for value in results
+            ),
+            loss=numbers[id(loss)],
+            metrics={key: numbers[id(value)] for key, value in metrics.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +159,13 @@ class DtypeArgument:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class DictArgument:
-    """A dict, which only the output node may have."""
-
-    items: Mapping[str, "Argument"]
-
-
-@dataclass(frozen=True, slots=True)
-class ListArgument:
-    """A list or a tuple."""
-
-    items: tuple["Argument", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SliceArgument:
-    """A slice."""
-
-    start: "Argument"
-    stop: "Argument"
-    step: "Argument"
-
-
-Argument = (
+Argument: TypeAlias = (
     Value
     | ShapeArgument
     | DtypeArgument
-    | DictArgument
-    | ListArgument
-    | SliceArgument
+    | dict[str, "Argument"]
+    | tuple["Argument", ...]
+    | slice
     | EllipsisType
     | bool
     | int
@@ -65,7 +173,10 @@ Argument = (
     | str
     | None
 )
-"""An argument: a value of the loss, or a Python value that is known at upload time."""
+"""An argument: a value of the loss, or a Python value that is known at upload time.
+
+Lists are tuples. Only the output node may have a dict.
+"""
 
 
 def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argument:
@@ -98,7 +209,7 @@ def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0)
 
         # Indices and constants
         case "slice", list() if len(cast(list[object], content)) == 3:
-            return SliceArgument(*_read_items(cast(list[object], content), find, depth).items)
+            return slice(*_read_items(cast(list[object], content), find, depth))
         case "ellipsis", True:
             return Ellipsis
         case "float", str() if content in _FLOATS:
@@ -113,21 +224,21 @@ def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0)
             items = cast(dict[str, object], content)
             if len(items) > _MAX_ITEMS:
                 raise UserError(f"a dict has {len(items)} items; must have at most {_MAX_ITEMS}")
-            return DictArgument({key: read_argument(item, find, depth + 1) for key, item in items.items()})
+            return {key: read_argument(item, find, depth + 1) for key, item in items.items()}
         case _:
             raise UserError(f"argument {quote_value(table)} is not understood")
 
 
-def _read_items(sent: list[object], find: Callable[[str], Argument], depth: int) -> ListArgument:
+def _read_items(sent: list[object], find: Callable[[str], Argument], depth: int) -> tuple[Argument, ...]:
     if len(sent) > _MAX_ITEMS:
         raise UserError(f"a list has {len(sent)} items; must have at most {_MAX_ITEMS}")
-    return ListArgument(tuple(read_argument(item, find, depth + 1) for item in sent))
+    return tuple(read_argument(item, find, depth + 1) for item in sent)
 
 
 _KINDS: Mapping[type, str] = {
-    DictArgument: "a dict",
-    ListArgument: "a list",
-    SliceArgument: "a slice",
+    dict: "a dict",
+    tuple: "a list",
+    slice: "a slice",
     EllipsisType: "`...`",
 }
 
@@ -207,9 +318,9 @@ class Arguments:
         Returns all dimensions if the argument is absent or an empty tuple, as torch does.
         """
         given = self.get(name)
-        if given is None or given == ListArgument(()):
+        if given is None or given == ():
             return tuple(range(rank))
-        items = given.items if isinstance(given, ListArgument) else (given,)
+        items = given if isinstance(given, tuple) else (given,)
         axes = tuple(resolve_axis(item, name, rank) for item in items)
         if len(set(axes)) < len(axes):
             raise UserError(f"argument {name} names a dimension twice")
