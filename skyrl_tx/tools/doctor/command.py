@@ -78,9 +78,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
         if arguments.smoke:
-            from skyrl_tx.tools.doctor.smoke import check_computation  # imports JAX, which takes a second
-
-            checks.append(("smoke", check_computation))
+            checks.append(("smoke", machine.check_computation))
         findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
 
     # Checks that open the database, if this release can use it.

@@ -1,19 +1,17 @@
 """Checks of the machine: packages, system limits, tokenizer and chat template, devices and the memory plan.
 
-`check_devices` asks a child process, `skyrl_tx.tools.doctor.probe`, because starting JAX can hang and takes memory of
-the devices.
+The checks that use JAX run in a child process, `skyrl_tx.tools.doctor.probe`, because starting JAX can hang and takes
+memory of the devices.
 """
 
-import logging
 import os
 import resource
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from packaging.requirements import Requirement
@@ -24,12 +22,10 @@ from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.jax.gpu_memory import SHARE_VARIABLE, read_gpu_share
 from skyrl_tx.contract.errors import RequestError, UserError
-from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, list_gpus, read_available_memory
+from skyrl_tx.process.memory import get_memory_limit, get_physical_memory, list_gpus
 from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
-
-Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 OLDEST_SDK = "0.16.1"
 """The oldest tested release of the Tinker SDK. `tests/support/client_environments.py` lists all tested releases."""
@@ -44,14 +40,7 @@ _TOOLS: tuple[Mapping[str, object], ...] = (
 
 _TIMEOUT_S = 180.0
 """Some drivers need a minute to start. A TPU that another process uses never answers."""
-_ADVICE = {
-    "--base-model": "name the directory or hub id of a supported model; for the hub, check the network and HF_TOKEN",
-    "--backend-config.mesh": "the product of the sizes must be the number of devices, and each size must divide the "
-    "model's",
-}
-"""Advice for problems of the model, by the setting that causes the problem."""
-_SHORT_TOKENS = 4096
-"""The command warns if samples can have fewer tokens than this, because a typical sample would not fit."""
+_SMOKE_TIMEOUT_S = 300.0
 
 
 # Packages
@@ -216,61 +205,16 @@ def _check_template(text: ModelText, *, is_given: bool) -> Iterator[Finding]:
 
 
 class ProbeQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of the probe: a model and the settings of the backend."""
+    """The input of the program `skyrl_tx.tools.doctor.probe`."""
 
+    check: Literal["devices", "smoke"]
     base_model: str
     """Empty if only the devices are of interest."""
     backend_config: dict[str, Any]
-
-
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that JAX found."""
-
-    kind: str
-    platform: str
-    limit_bytes: int | None
-    """The memory that JAX may take, or None if the device does not report it."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory plan of the model, and the limits that follow from it."""
-
-    num_parameters: int
-    dtype: str
-    weight_bytes: int
-    """Bytes of base weights on each device."""
-    free_bytes: int
-    """Bytes left after the weights on each device; -1 if the devices do not report their memory."""
-    max_context_length: int
-    """The limit of the model, in tokens."""
-    kv_tokens: int
-    """How many tokens fit into the KV cache."""
-    max_length: int
-    """How many tokens one sample can have, including the prompt."""
-    micro_batch_tokens: int
-    is_remat: bool
-    max_models: int
-    """How many models can train at the same time."""
-    host_weight_bytes: int
-    """Bytes of the weights in host memory, if the devices do not report their memory."""
-    host_bytes: int
-    """Bytes that the rest of the plan may take in host memory, if the devices do not report their memory."""
-    file_bytes: int | None
-    """Size of the weight files, or None if they are not downloaded yet or not needed."""
-    has_end: bool
-    """Whether the model's files name a token that ends a sample."""
-
-
-class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of the probe."""
-
-    devices: list[Device]
-    plan: Plan | None = None
-    """None if the question names no model, or if there is a problem."""
-    problem: str = ""
-    """Why JAX found no devices or made no plan."""
-    setting: str = ""
-    """The flag that causes the problem, if a flag does."""
+    has_gpus: bool
+    """Whether the driver lists GPUs."""
+    is_serving: bool
+    """Whether an engine is running, which uses the memory that the plan needs."""
 
 
 def check_model_name(subject: ExaminedServer) -> Iterator[Finding]:
@@ -300,128 +244,56 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
             )
 
     # The devices that JAX finds, and the plan of the model.
-    answer = _ask(settings.base_model, settings.backend_config)
-    if isinstance(answer, Finding):
-        yield answer
+    yield from _run_probe("devices", subject, settings.backend_config, _TIMEOUT_S, has_gpus=bool(gpus))
+
+
+def check_computation(subject: ExaminedServer) -> Iterator[Finding]:
+    """Check that the devices compile and run a training step and a sample of the model `tiny`."""
+    config = subject.settings.backend_config
+    if not isinstance(config, JaxFlags):
+        yield ok("smoke", f"not examined: the checks do not support the backend {subject.settings.backend}")
         return
-    yield from _check_jax_devices(answer, has_gpus=bool(gpus))
-    if answer.problem and answer.devices:
-        yield error("model", f"{answer.setting}: {answer.problem}", _ADVICE[answer.setting])
-    if answer.plan is not None:
-        yield from _check_files(answer.plan, settings.backend_config)
-        yield from _check_plan(answer, answer.plan, settings.backend_config, is_serving=is_serving)
+    yield from _run_probe("smoke", subject, config, _SMOKE_TIMEOUT_S)
 
 
-def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
-    """Run the probe and return its answer, or a finding if it fails."""
-    question = ProbeQuestion(base_model=base_model, backend_config=config.model_dump(mode="json"))
-    return ask_child("probe", question, ProbeAnswer, _TIMEOUT_S)
+def _run_probe(
+    check: Literal["devices", "smoke"],
+    subject: ExaminedServer,
+    config: JaxFlags,
+    timeout_s: float,
+    *,
+    has_gpus: bool = False,
+) -> list[Finding]:
+    """Run a check that uses JAX in a child process.
 
-
-def ask_child(program: str, question: ProbeQuestion, answer: type[Answer], timeout_s: float) -> Answer | Finding:
-    """Run a module of this package that uses JAX in a child process.
-
-    Returns its answer, or a finding if it fails or takes longer than `timeout_s`.
+    Returns its findings, or one finding if it fails or takes longer than `timeout_s`.
     """
+    question = ProbeQuestion(
+        check=check,
+        base_model=subject.settings.base_model,
+        backend_config=config.model_dump(mode="json"),
+        has_gpus=has_gpus,
+        is_serving="engine" in subject.server_pids,
+    )
     # No preallocation, so that the program works while a server is using the devices.
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        SHARE_VARIABLE: str(read_gpu_share(question.backend_config.get("gpu_memory_share"))),
+        SHARE_VARIABLE: str(read_gpu_share(config.gpu_memory_share)),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    command = [sys.executable, "-m", f"skyrl_tx.tools.doctor.{program}"]
+    command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
     advice = "check the driver and programs that use the devices; `skyrl-tx status --stacks` helps if it is a server"
 
-    # Run it, and read its answer.
+    # Run it, and read its findings.
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        return error("devices", f"JAX did not answer within {timeout_s:.0f} s", advice)
+        return [error("devices", f"JAX did not answer within {timeout_s:.0f} s", advice)]
     try:
-        return msgspec.json.decode(done.stdout, type=answer)
+        return msgspec.json.decode(done.stdout, type=list[Finding])
     except msgspec.DecodeError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return error("devices", f"JAX failed: {lines[-1] if lines else f'status {done.returncode}'}", advice)
-
-
-def answer_parent(answer_question: Callable[[ProbeQuestion], msgspec.Struct]) -> None:
-    """Read a question of `ask_child` from standard input and write the answer to standard output."""
-    logging.disable(logging.WARNING)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
-    sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))
-
-
-def _check_jax_devices(answer: ProbeAnswer, *, has_gpus: bool) -> Iterator[Finding]:
-    if not answer.devices:
-        yield error("devices", f"JAX finds no device: {answer.problem}", "check the driver and JAX_PLATFORMS")
-        return
-    counts = Counter((device.kind, device.platform, device.limit_bytes) for device in answer.devices)
-    for (kind, platform, limit), number in counts.items():
-        memory = "" if limit is None else f"; it may take {format_bytes(limit)} of each"
-        yield ok("devices", f"JAX {find_version('jax')} finds {number} × {kind} ({platform}){memory}")
-    if has_gpus and all(device.platform == "cpu" for device in answer.devices):
-        yield error(
-            "devices",
-            "there is a GPU, but JAX does not use it",
-            f"pip install '{DISTRIBUTION}[cuda12]' or '{DISTRIBUTION}[cuda13]', depending on the driver; unset "
-            "JAX_PLATFORMS",
-        )
-
-
-def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
-    if plan.file_bytes is not None:
-        yield ok("model", f"{plan.num_parameters:,} parameters, weight files of {format_bytes(plan.file_bytes)}")
-    elif config.load_format == "auto":
-        yield ok("model", f"{plan.num_parameters:,} parameters; the first start downloads the weights")
-    else:
-        yield ok("model", f"{plan.num_parameters:,} parameters with random weights")
-    if not plan.has_end:
-        yield warning("model", "its files name no token that ends a sample", "clients must set `stop` or `max_tokens`")
-
-
-def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags, *, is_serving: bool) -> Iterator[Finding]:
-    # Do the weights fit? On CPU the backend plans with the memory that its process may use, and decoding keeps a second
-    # copy of the layers.
-    limits = [device.limit_bytes for device in answer.devices if device.limit_bytes is not None]
-    limit, weights = (min(limits), plan.weight_bytes) if limits else (get_memory_limit(), plan.host_weight_bytes)
-    summary = f"the weights take {format_bytes(weights)} in {plan.dtype} of {format_bytes(limit)}"
-    if weights >= limit:
-        yield error(
-            "memory",
-            f"the model does not fit: {summary}",
-            "use a mesh of more devices, --backend-config.dtype bfloat16, or a smaller model",
-        )
-        return
-
-    # What the rest of the memory is for.
-    yield ok(
-        "memory",
-        f"{summary}; KV cache of {plan.kv_tokens} tokens; micro-batches of {plan.micro_batch_tokens} tokens"
-        f"{' with rematerialization' if plan.is_remat else ''}; "
-        f"{plan.max_models} models of rank {config.max_lora_rank} in training",
-    )
-    if not limits and not is_serving and weights + plan.host_bytes > (available := read_available_memory()):
-        finding = error if weights > available else warning
-        yield finding(
-            "memory",
-            f"only {format_bytes(available)} of memory are available, but weights, KV cache and models may take "
-            f"{format_bytes(weights + plan.host_bytes)} in time",
-            "end other programs, or lower --backend-config.max-sample-tokens and --backend-config.max-lora-adapters",
-        )
-
-    # Limits that users will notice.
-    if plan.max_length < min(_SHORT_TOKENS, plan.max_context_length):
-        yield warning(
-            "memory",
-            f"samples can have at most {plan.max_length} tokens, although the model allows {plan.max_context_length}",
-            "free memory with a lower --backend-config.max-lora-rank, bfloat16, or a mesh of more devices",
-        )
-    if plan.max_models == 1:
-        yield warning(
-            "memory",
-            f"only one model of rank {config.max_lora_rank} can train at a time; idle models are evicted to disk",
-            "lower --backend-config.max-lora-rank if clients use lower ranks",
-        )
+        return [error("devices", f"JAX failed: {lines[-1] if lines else f'status {done.returncode}'}", advice)]
