@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -33,15 +32,15 @@ from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, find_sampler, start_backend
-from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
+from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.command import App, load_engine_extensions
-from skyrl_tx.launch.engine_end import EngineEnd, EngineLost, count_memory_kills
-from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, render, serve_http
+from skyrl_tx.launch.launcher import EngineEnd, EngineLost
+from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, serve_http
 from skyrl_tx.process.setup import (
     CannotServe,
     LogFormat,
@@ -121,7 +120,7 @@ class EngineProcess:
         enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
-        self._num_memory_kills = count_memory_kills()
+        self._num_memory_kills = _count_memory_kills()
         self._boot_id = engine_state.make_boot_id()
         arguments = launch, child_end, self._boot_id
         self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
@@ -154,7 +153,7 @@ class EngineProcess:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        was_memory_exhausted = count_memory_kills() > self._num_memory_kills
+        was_memory_exhausted = _count_memory_kills() > self._num_memory_kills
         return end or EngineEnd.from_exit_code(self._process.exitcode or 0, was_memory_exhausted)
 
     def request_stop(self) -> None:
@@ -183,6 +182,15 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
         return pipe.recv()
     except (EOFError, OSError):
         return None
+
+
+def _count_memory_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory. 0 if unknown."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
@@ -288,37 +296,26 @@ def _run(
             falls_back=launch.sampler_falls_back,
         )
 
+    def start(on_lost: Callable[[str], object]) -> AbstractBackend:
+        name, base_model = " + ".join(filter(None, (launch.backend, launch.sampler))), launch.settings.base_model
+        started = start_backend(name, backend, base_model, config)
+        if launch.hosts.size == 1:
+            return started
+        settings = launch.backend_config.model_dump_json().encode()
+        welcome = Welcome(backend=launch.backend, base_model=base_model, config=settings)
+        return LeadingBackend(started, launch.hosts, welcome, on_lost=on_lost)
+
     # Run.
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(
             launch.settings,
-            backend,
-            config,
+            start,
             on_ready,
             on_stuck,
-            backend_name=" + ".join(filter(None, (launch.backend, launch.sampler))),
             boot_id=boot_id,
-            over_hosts=partial(_wrap_for_hosts, launch),
-            apps=launch.apps,
             second_signal_exits=second_signal_exits,
+            apps=launch.apps,
         )
-
-
-def _wrap_for_hosts(
-    launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]
-) -> AbstractBackend:
-    """Return a backend that sends its calls to the other hosts.
-
-    With one host, return the backend itself.
-    """
-    if launch.hosts.size == 1:
-        return backend
-    welcome = Welcome(
-        backend=launch.backend,
-        base_model=launch.settings.base_model,
-        config=launch.backend_config.model_dump_json().encode(),
-    )
-    return LeadingBackend(backend, launch.hosts, welcome, on_lost=on_lost)
 
 
 def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> None:
@@ -334,14 +331,11 @@ def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> N
 
 def run_engine(
     settings: EngineSettings,
-    spec: BackendSpec,
-    backend_config: BaseModel,
+    start: Callable[[Callable[[str], object]], AbstractBackend],
     on_ready: Callable[[Capabilities], None] = lambda _: None,
     on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
     *,
-    backend_name: str = "",
     boot_id: str | None = None,
-    over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
     second_signal_exits: bool = True,
     apps: Sequence[App] = (),
 ) -> None:
@@ -349,14 +343,11 @@ def run_engine(
 
     Args:
         settings: Settings of the engine.
-        spec: The backend.
-        backend_config: Settings of the backend.
+        start: Starts the backend. Its argument ends this process with a reason, for example if a
+            host of the backend is lost.
         on_ready: Called when the engine is ready.
         on_stuck: Called on another thread when a backend call exceeds its time limit.
-        backend_name: The name of the backend in messages.
         boot_id: Id of this run. The default is a new id.
-        over_hosts: Wraps the backend if multiple hosts hold the model. Its second argument ends
-            this process with a reason.
         second_signal_exits: Whether a second signal ends the process at once. A parent decides
             this for its child.
         apps: Optional features.
@@ -377,13 +368,12 @@ def run_engine(
 
     with (
         closing(store),
-        _serve_metrics_port(settings, meters),
+        serve_http(settings.metrics_host, settings.metrics_port, meters.registry),
         handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal),
     ):
         try:
             # Load the backend and open the artifacts.
-            started = start_backend(backend_name, spec, settings.base_model, backend_config)
-            backend = over_hosts(started, lambda reason: on_stuck(store, reason))
+            backend = start(lambda reason: on_stuck(store, reason))
             artifacts = open_artifacts(
                 settings.data_dir,
                 settings.artifacts,
@@ -429,31 +419,13 @@ def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
 
 
 @contextmanager
-def _serve_metrics_port(settings: EngineSettings, meters: EngineMetrics) -> Generator[None]:
-    """Serve the engine's metrics at `--metrics-port`, if it is set.
-
-    Raises OSError if the port cannot be used.
-    """
-    if not settings.metrics_port:
-        yield
-        return
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(serve_http(settings.metrics_host, settings.metrics_port, meters.registry))
-        except OSError as error:
-            where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
-            raise OSError(f"{where}: {error.strerror or error}") from error
-        yield
-
-
-@contextmanager
 def _serve_metrics_socket(path: Path, meters: EngineMetrics) -> Generator[None]:
     """Serve the engine's metrics to the API.
 
     If that is not possible, the engine runs without it.
     """
     try:
-        served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
+        served = MetricsSocket(path, meters.registry)
     except OSError as error:
         _log.warning("cannot serve the metrics of the engine to the API: %s", error)
         yield

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -69,15 +69,12 @@ def _make_address(path: Path) -> Generator[str]:
 
 
 class MetricsSocket:
-    """Serves a text to readers on its own thread, one reader at a time."""
+    """Serves the metrics of a registry to readers on its own thread, one reader at a time."""
 
-    def __init__(self, path: Path, render: Callable[[bool], bytes]) -> None:
-        """Listen at `path`, see `get_socket_path`. `render(is_openmetrics)` returns the text.
-
-        The thread calls `render`. Raises OSError if the socket cannot be created.
-        """
+    def __init__(self, path: Path, registry: CollectorRegistry) -> None:
+        """Listen at `path`, see `get_socket_path`. Raises OSError if the socket cannot be created."""
         self._path = path
-        self._render = render
+        self._registry = registry
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
@@ -115,18 +112,25 @@ class MetricsSocket:
                 raise
             with connection, suppress(OSError):  # the reader has disconnected, or is slow
                 connection.settimeout(_CLIENT_TIMEOUT_S)
-                connection.sendall(self._render(connection.recv(len(_OPENMETRICS)) == _OPENMETRICS))
+                is_openmetrics = connection.recv(len(_OPENMETRICS)) == _OPENMETRICS
+                connection.sendall(render(self._registry, is_openmetrics=is_openmetrics))
 
 
 @contextmanager
-def serve_http(host: str, port: int, registry: CollectorRegistry) -> Generator[int]:
-    """Serve a registry over HTTP and yield the port. With `port` 0, choose a free port.
+def serve_http(host: str, port: int, registry: CollectorRegistry) -> Generator[None]:
+    """Serve a registry over HTTP at `--metrics-host` and `--metrics-port`. With `port` 0, do nothing.
 
-    Raises OSError if the port cannot be used.
+    Raises OSError with the flags if the port cannot be used.
     """
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    if not port:
+        yield
+        return
     try:
-        yield server.server_port
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise OSError(f"--metrics-host {host} --metrics-port {port}: {error.strerror or error}") from error
+    try:
+        yield
     finally:
         server.shutdown()
         server.server_close()

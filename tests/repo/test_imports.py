@@ -13,7 +13,7 @@ LIGHT = (
     "skyrl_tx.integrations.vllm",
     "skyrl_tx.server.app",
     "skyrl_tx.engine.engine",
-    "skyrl_tx.launch.supervisor",
+    "skyrl_tx.launch.serving",
     "skyrl_tx.tools.cli",
     "skyrl_tx.tools.quickstart.model",  # `serve --base-model tiny` works without the extra `quickstart`
 )

@@ -10,7 +10,7 @@ import numpy as np
 from sqlmodel import Session, select
 
 from skyrl_tx.artifacts import LocalArtifacts
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, start_backend
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
@@ -256,4 +256,5 @@ def sample(prompt: tuple[int, ...] = (65, 66), sampler: SamplerId | None = None,
 
 def run_fake_engine(settings: EngineSettings, step_delay_s: float = 0.0) -> None:
     """Run an engine process. In this module, so that a spawned child can import it."""
-    run_engine(settings, find_backend("fake"), FakeConfig(vocab_size=128, step_delay_s=step_delay_s), apps=APPS)
+    config = FakeConfig(vocab_size=128, step_delay_s=step_delay_s)
+    run_engine(settings, lambda _: start_backend("fake", find_backend("fake"), settings.base_model, config), apps=APPS)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
 from skyrl_tx.integrations.vllm import VllmConfig, VllmFlags
-from skyrl_tx.launch import supervisor
+from skyrl_tx.launch import serving
 from skyrl_tx.launch.command import App
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.server.settings import ApiSettings
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _install(parts: Mapping[str, Mapping[str, str]]) -> None:
-    launch_of, for_api = supervisor.make_engine_launch, ServerSettings.make_api_settings
+    launch_of, for_api = serving.make_engine_launch, ServerSettings.make_api_settings
 
     def launch_with_constants(settings: ServerSettings, apps: Sequence[App] = ()) -> Any:
         launch = launch_of(settings, apps)
@@ -62,7 +62,7 @@ def _install(parts: Mapping[str, Mapping[str, str]]) -> None:
     def api_with_constants(settings: ServerSettings) -> ApiSettings:
         return _replace_values(for_api(settings), parts["api"])
 
-    supervisor.make_engine_launch = launch_with_constants
+    serving.make_engine_launch = launch_with_constants
     ServerSettings.make_api_settings = api_with_constants  # type: ignore[method-assign]
 
 

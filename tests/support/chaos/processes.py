@@ -28,7 +28,7 @@ Victim = Literal["api", "engine", "both"]
 
 _PRELOADED = [
     "tests.support.chaos.processes",
-    "skyrl_tx.launch.supervisor",
+    "skyrl_tx.launch.serving",
     "skyrl_tx.testing.fake.backend",
     "skyrl_tx.backends.jax.backend",
 ]

@@ -22,7 +22,8 @@ from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch import engine_process, supervisor
 from skyrl_tx.launch.command import load_engine_extensions
-from skyrl_tx.launch.engine_end import EngineEnd, EngineLost, RestartPolicy
+from skyrl_tx.launch.launcher import EngineEnd, EngineLost
+from skyrl_tx.launch.supervisor import RestartPolicy
 from skyrl_tx.process import failpoints
 from skyrl_tx.server import app
 from skyrl_tx.server import context as api_context

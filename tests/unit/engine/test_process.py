@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from skyrl_tx.backends.hosts.settings import HostsSettings
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, start_backend
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.launch import engine_process
-from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
 from skyrl_tx.launch.engine_process import EngineLaunch, EngineProcess, run_engine
+from skyrl_tx.launch.launcher import EngineEnd, EngineLost
 from skyrl_tx.process import signals
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import StoreInUse, engine_state, futures, models
@@ -133,13 +133,18 @@ def compute_losses(harness, passes):
     return [harness.result(name).metrics["loss:sum"] for name in passes]
 
 
+def run_spec(settings, spec, config, *callbacks, name=""):
+    """Run an engine with a backend."""
+    run_engine(settings, lambda _: start_backend(name, spec, settings.base_model, config), *callbacks)
+
+
 def test_lost_device_ends_the_engine_for_a_restart(harness):
     config = harness.config
     spec = BackendSpec(config=type(config), load=lambda: lambda base_model, config: Perishable(config, 0))
     model_id, _ = harness.create()
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     with pytest.raises(EngineLost):
-        run_engine(harness.settings, spec, config)
+        run_spec(harness.settings, spec, config)
     assert len(open_requests(harness)) == 1
 
 
@@ -152,7 +157,7 @@ def test_backend_that_cannot_start_exits_without_restart(harness, error):
     spec = BackendSpec(config=type(harness.config), load=lambda: lambda base_model, config: Stillborn(config, 0))
     expected = UserError if isinstance(error, UserError) else EngineLost
     with pytest.raises(expected, match=str(error)):
-        run_engine(harness.settings, spec, harness.config)
+        run_spec(harness.settings, spec, harness.config)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_backend_that_cannot_start_exits_without_restart(harness, error):
 def test_an_unexpected_error_at_the_start_names_the_backend(harness, load, reason):
     spec = BackendSpec(config=type(harness.config), load=load)
     with pytest.raises(CannotServe, match=f"backend 'mine': start failed: {reason}") as error:
-        run_engine(harness.settings, spec, harness.config, backend_name="mine")
+        run_spec(harness.settings, spec, harness.config, name="mine")
     end = EngineEnd.from_error(error.value)
     assert end.is_final and end.message == str(error.value)
 
@@ -175,7 +180,7 @@ def test_second_engine_is_refused(harness):
     spec = find_backend("fake")
     store = Store.open(harness.data_dir, role="engine", url=harness.settings.store_url)
     with pytest.raises(StoreInUse, match=f"process {os.getpid()}"):
-        run_engine(harness.settings, spec, harness.config)
+        run_spec(harness.settings, spec, harness.config)
     store.close()
 
 
@@ -198,7 +203,7 @@ def test_the_metrics_of_an_engine_alone_are_served_at_its_port(harness):
         found.append(httpx.get(url).text)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    run_engine(settings, find_backend("fake"), harness.config, on_ready)
+    run_spec(settings, find_backend("fake"), harness.config, on_ready)
     assert "skyrl_tx_" in found[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
@@ -211,7 +216,7 @@ def test_a_metrics_port_that_is_in_use_is_named(harness):
         port = taken.getsockname()[1]
         settings = harness.settings.model_copy(update={"metrics_port": port})
         with pytest.raises(OSError, match=rf"--metrics-port {port}: Address already in use"):
-            run_engine(settings, find_backend("fake"), harness.config)
+            run_spec(settings, find_backend("fake"), harness.config)
 
 
 @pytest.mark.parametrize("has_published", [False, True])

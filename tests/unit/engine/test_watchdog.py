@@ -10,7 +10,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine import activity as activity_module
 from skyrl_tx.engine import metrics
 from skyrl_tx.engine.activity import LoopActivity, Watchdog, monitor_backend
-from skyrl_tx.launch.engine_end import EngineEnd
+from skyrl_tx.launch.launcher import EngineEnd
 from skyrl_tx.server.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake import FakeConfig

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends import registry
 from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.launch import serving
 from skyrl_tx.launch import settings as settings_module
-from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.launcher import EngineStarts, LauncherSpec
 from skyrl_tx.launch.settings import SettingsError, list_short_flags
 from skyrl_tx.process.setup import CannotServe
@@ -61,7 +61,7 @@ def test_a_launcher_of_another_package_has_flags_and_starts_the_engines(tmp_path
     settings = read_settings("serve", flags)
     assert settings.has_remote_engines
     with pytest.raises(CannotServe, match="queue gpu takes no 1 engines"):
-        supervisor.serve(settings, [])
+        serving.serve(settings, [])
 
 
 def test_an_unknown_launcher_is_named() -> None:

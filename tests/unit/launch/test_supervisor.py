@@ -6,18 +6,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from skyrl_tx.compose import APPS
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch import supervisor
-from skyrl_tx.launch.engine_end import EngineEnd, RestartPolicy
-from skyrl_tx.launch.supervisor import EngineSupervisor
+from skyrl_tx.launch.launcher import EngineEnd
+from skyrl_tx.launch.supervisor import EngineSupervisor, RestartPolicy
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
-from skyrl_tx.tools.serve import read_settings
 
-HOSTS = ("--base-model", "fake", "--backend", "fake", "--hosts.size", "2")
 READY = FakeBackend("tiny", FakeConfig()).start()
 CRASH = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
 KILL = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
@@ -201,58 +198,3 @@ def test_exits_while_the_database_is_unavailable_do_not_count(monkeypatch, caplo
 def test_a_database_failure_ends_the_server_with_its_message(monkeypatch) -> None:
     with pytest.raises(CannotServe, match=r"^database x: it is damaged$"):
         asyncio.run(crashing_engine(monkeypatch, StoreError("database x: it is damaged")).run())
-
-
-def test_only_rank_0_serves(tmp_path):
-    address = ("--hosts.address", "host0:7700", "--hosts.key", "secret")
-    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", "1", *address)
-    with pytest.raises(CannotServe, match=r"host 1 of 2 serves no API: run `skyrl-tx engine` here"):
-        supervisor.serve(read_settings("serve", flags), APPS)
-
-
-def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
-    flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path), "--metrics-port", "9100")
-    refusal = "--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine"
-    with pytest.raises(CannotServe, match=refusal):
-        supervisor.serve(read_settings("serve", (*flags, "--port", "0")), APPS)
-    with pytest.raises(CannotServe, match=refusal):
-        supervisor.serve_engine(read_settings("engine", (*flags, "--launcher", "ray")), APPS)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "No such file or directory"),
-        (b"\xff", "not a text in UTF-8"),
-        (b"{{ messages }}\n{% if %}", "the chat template is malformed: line 2: Expected an expression"),
-    ],
-)
-@pytest.mark.parametrize("serve", [supervisor.serve, supervisor.serve_api])
-def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path, serve, content, reason):
-    template = tmp_path / "chat.jinja"
-    if content is not None:
-        template.write_bytes(content)
-    flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path / "data"))
-    settings = read_settings("serve", (*flags, "--port", "0", "--chat-template", str(template)))
-    with pytest.raises(CannotServe, match=rf"^--chat-template {template}: {reason}"):
-        serve(settings, APPS)
-    assert not settings.data_dir.exists()
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
-    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "127.0.0.1:7700")
-    flags += ("--sampler", "vllm", "--vllm-url", "http://a:1")
-    reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each backend call"
-    with pytest.raises(CannotServe, match=reason):
-        supervisor.make_engine_launch(read_settings("engine", flags))
-
-
-def test_hosts_without_an_address_and_a_launcher_without_its_variables_are_named(tmp_path, monkeypatch):
-    with pytest.raises(CannotServe, match=r"--hosts.address is required with hosts.size"):
-        supervisor.make_engine_launch(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path))))
-    monkeypatch.delenv("LWS_GROUP_SIZE", raising=False)
-    with pytest.raises(CannotServe, match=r"--launcher lws: the environment lacks LWS_GROUP_SIZE"):
-        supervisor.make_engine_launch(
-            read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path), "--launcher", "lws"))
-        )

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from skyrl_tx.process import exposition
 from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, join_texts, read_metrics, render, serve_http
+from tests.support.free_ports import free_ports
 
 
 def registry(value: float) -> CollectorRegistry:
@@ -36,7 +37,8 @@ def test_series_of_several_engines_have_the_engine_as_label(is_openmetrics: bool
 
 
 def test_an_engine_alone_serves_its_metrics_at_a_port() -> None:
-    with serve_http("127.0.0.1", 0, registry(3.0)) as port:
+    port = free_ports(1)
+    with serve_http("127.0.0.1", port, registry(3.0)):
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
         assert {family.name for family in parse_text(answer.text)} == {"tokens", "queue"}
         with pytest.raises(OSError), serve_http("127.0.0.1", port, registry(1.0)):
@@ -50,9 +52,12 @@ def test_each_engine_of_a_data_directory_has_a_socket(tmp_path: Path) -> None:
         return asyncio.run(read_metrics(tmp_path, is_openmetrics=False, timeout_s=10.0))
 
     assert read() is None
-    first = MetricsSocket(get_socket_path(tmp_path), lambda _: b"# HELP a A.\n# TYPE a gauge\na 1.0\n")
+    gauges = [CollectorRegistry(), CollectorRegistry()]
+    for number, gauge in enumerate(gauges, start=1):
+        Gauge("a", "A.", registry=gauge).set(number)
+    first = MetricsSocket(get_socket_path(tmp_path), gauges[0])
     assert read() == b"# HELP a A.\n# TYPE a gauge\na 1.0\n", "one engine needs no label"
-    second = MetricsSocket(get_socket_path(tmp_path, 2), lambda _: b"# HELP a A.\n# TYPE a gauge\na 2.0\n")
+    second = MetricsSocket(get_socket_path(tmp_path, 2), gauges[1])
     assert read() == b'# HELP a A.\n# TYPE a gauge\na{engine="1"} 1.0\na{engine="2"} 2.0\n'
     first.close()
     second.close()

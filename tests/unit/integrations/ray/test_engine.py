@@ -27,10 +27,10 @@ from skyrl_tx.integrations.ray.engine import (
     reserve_ports,
     start_engines,
 )
-from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
+from skyrl_tx.launch.launcher import EngineEnd
+from skyrl_tx.launch.serving import make_engine_launch
 from skyrl_tx.launch.settings import SettingsError
-from skyrl_tx.launch.supervisor import make_engine_launch
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
