@@ -36,7 +36,7 @@ from skyrl_tx.server.app import ROUTERS
 from skyrl_tx.server.monitoring import ApiMetrics
 from skyrl_tx.server.schemas.base import BODIES, WireModel
 from skyrl_tx.server.submission.loss_graph.torch_functions import FUNCTIONS, METHODS
-from skyrl_tx.tools.conformance.endpoints import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS, SdkEndpoint
+from skyrl_tx.tools.conformance.traffic import SDK_ENDPOINTS, UNVERIFIED_ENDPOINTS, SdkEndpoint
 from tests.support.client_environments import COOKBOOK, SDKS
 
 ROOT = Path(__file__).parents[1]

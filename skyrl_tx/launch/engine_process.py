@@ -39,7 +39,7 @@ from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.command import App, load_engine_extensions
-from skyrl_tx.launch.launcher import EngineEnd, EngineLost
+from skyrl_tx.launch.launcher import EngineEnd, EngineLocation, EngineLost
 from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, serve_http
 from skyrl_tx.process.setup import (
     CannotServe,
@@ -97,19 +97,6 @@ class EngineLaunch:
     sampler_falls_back: bool = False
     apps: Sequence[App] = ()
     """Optional features. The child imports their functions."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLocation:
-    """The machine and process of an engine, and the id of this run.
-
-    A restarted container may have the same host name and process id as before, so `boot_id`
-    distinguishes the runs.
-    """
-
-    host: str
-    pid: int
-    boot_id: str
 
 
 class EngineProcess:

@@ -26,7 +26,7 @@ from skyrl_tx.process.signals import EXIT_STATUS
 from skyrl_tx.store import StoreError, StoreInUse, StoreUnreachable
 
 if TYPE_CHECKING:
-    from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
+    from skyrl_tx.launch.engine_process import EngineLaunch
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,19 @@ class EngineEnd:
             is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
             was_unreachable=isinstance(error.__cause__, (StoreUnreachable, ArtifactsUnreachable)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLocation:
+    """The machine and process of an engine, and the id of this run.
+
+    A restarted container may have the same host name and process id as before, so `boot_id`
+    distinguishes the runs.
+    """
+
+    host: str
+    pid: int
+    boot_id: str
 
 
 class RunningEngine(Protocol):

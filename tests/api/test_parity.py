@@ -13,7 +13,7 @@ from typing import Any
 import tinker
 
 from skyrl_tx.store import keys
-from skyrl_tx.tools.conformance.endpoints import SDK_ENDPOINTS
+from skyrl_tx.tools.conformance.traffic import SDK_ENDPOINTS
 from tests.support.live_api import Server
 from tests.support.live_stack import LiveStack, live_stack
 

@@ -9,8 +9,8 @@ from typing import Any
 from skyrl_tx import __version__
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.engine import HostFacts
-from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
-from skyrl_tx.launch.launcher import EngineEnd
+from skyrl_tx.launch.engine_process import EngineLaunch
+from skyrl_tx.launch.launcher import EngineEnd, EngineLocation
 
 STOPPED = EngineEnd(message="stopped", is_final=False, is_crash=False, was_killed=True)
 

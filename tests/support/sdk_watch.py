@@ -15,7 +15,7 @@ from tests.support.client_environments import SDKS
 _NEXT_STEPS = """\
 Add it to SDKS in tests/support/client_environments.py, run tests/sdks and tests/api/test_parity.py with it, read its
 changelog, move the endpoints that it calls from UNVERIFIED_ENDPOINTS to SDK_ENDPOINTS in
-skyrl_tx/tools/conformance/endpoints.py, and raise NEWEST_TESTED_SDK in skyrl_tx/server/routes/sessions.py."""
+skyrl_tx/tools/conformance/traffic.py, and raise NEWEST_TESTED_SDK in skyrl_tx/server/routes/sessions.py."""
 
 
 def find_releases(output: str) -> list[Version]:

@@ -26,8 +26,8 @@ from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_address
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings
-from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation, EngineProcess
-from skyrl_tx.launch.launcher import EngineEnd, EngineStarts
+from skyrl_tx.launch.engine_process import EngineLaunch, EngineProcess
+from skyrl_tx.launch.launcher import EngineEnd, EngineLocation, EngineStarts
 from skyrl_tx.process.setup import CannotServe
 
 _log = logging.getLogger(__name__)

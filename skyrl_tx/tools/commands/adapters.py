@@ -2,25 +2,32 @@
 
 `export` writes a checkpoint as a PEFT adapter, or merges it into the base model. `import` stores a PEFT adapter as a
 new training run with two checkpoints, one to train on and one to sample from. It does not load the run into an engine.
+With `--server`, it sends the adapter over HTTP to a server on any machine.
 """
 
 import argparse
 import json
+import os
 import re
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
+from safetensors import SafetensorError, safe_open
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.contract.state_files import CONFIG_FILE, WEIGHTS_FILE
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     find_checkpoint,
@@ -35,9 +42,18 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow
 from skyrl_tx.tools.quickstart.model import open_built_in_model
+from skyrl_tx.weights.adapter_config import read_config
 
 if TYPE_CHECKING:
     from skyrl_tx.weights.peft import AdapterFiles
+
+
+_KEY_VARIABLE = "TINKER_API_KEY"
+_FILES = CONFIG_FILE, WEIGHTS_FILE
+_TIMEOUT_S = 900.0
+"""The server checks a large adapter for minutes before it responds."""
+_MLP_PARTS = (".mlp.", ".experts.", ".gate_proj.", ".up_proj.", ".down_proj.")
+_UNEMBED_PARTS = ("lm_head.", "unembed_tokens.", "embed_tokens.")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,16 +248,13 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    # Imported here because it imports httpx.
-    from skyrl_tx.tools.commands import upload_adapter
-
-    with upload_adapter.open_source(arguments.source) as directory:
+    with _open_source(arguments.source) as directory:
         if not directory.is_dir():
             raise CommandError(f"{directory}: no such directory")
         if arguments.server is None:
             training, sampler = _import_directory(arguments, directory)
         elif (arguments.name, arguments.owner, arguments.served_model_name) == (None, None, None):
-            training = sampler = upload_adapter.upload(directory, arguments.server, arguments.base_model)
+            training = sampler = _upload(directory, arguments.server, arguments.base_model)
         else:
             raise CommandError(
                 "--name, --owner and --served-model-name cannot be used with --server: the server chooses these", 2
@@ -250,6 +263,74 @@ def _import(arguments: argparse.Namespace) -> None:
     print(f"imported {arguments.source}")
     print(f"  to train on:    {training} (no optimizer state; load it with create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
+
+
+@contextmanager
+def _open_source(source: str) -> Generator[Path]:
+    """Yield the directory of an adapter. The files of a URL are downloaded for this."""
+    if not source.startswith(("http://", "https://")):
+        yield Path(source).expanduser().absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="skyrl_tx-") as directory:
+        for name in _FILES:
+            url = f"{source.rstrip('/')}/{name}"
+            try:
+                with httpx.stream("GET", url, follow_redirects=True, timeout=60.0) as response:
+                    response.raise_for_status()
+                    with (Path(directory) / name).open("wb") as file:
+                        for piece in response.iter_bytes(2**20):
+                            file.write(piece)
+            except httpx.HTTPError as error:
+                raise CommandError(f"{url}: {error}") from error
+        yield Path(directory)
+
+
+def _upload(directory: Path, server: str, base_model: str | None) -> str:
+    """Upload an adapter, and return the path of its checkpoint. Raises CommandError or UserError.
+
+    Without `base_model`, the adapter is for the first model that the server lists.
+    """
+    lora = {"rank": read_config(directory)["r"], **_find_groups(directory / WEIGHTS_FILE)}
+    headers = {"X-API-Key": os.environ.get(_KEY_VARIABLE, "")}
+    with httpx.Client(base_url=f"{server.rstrip('/')}/api/v1/", headers=headers, timeout=_TIMEOUT_S) as client:
+        if base_model is None:
+            models = _call(client, "GET", "get_server_capabilities")["supported_models"]
+            base_model = models[0]["model_name"]
+        body = {"base_model": base_model, "lora_config": lora}
+        started = _call(client, "POST", "external_weights_upload_start", json=body)
+
+        # Send the files without the API key, because the URLs may lead to another host.
+        for name in _FILES:
+            size = str((directory / name).stat().st_size)
+            with (directory / name).open("rb") as file, httpx.Client(timeout=_TIMEOUT_S) as plain:
+                _call(plain, "PUT", started["urls"][name], content=file, headers={"content-length": size})
+        finish = {"upload_id": started["upload_id"]}
+        return _call(client, "POST", "external_weights_upload_finish", json=finish)["tinker_path"]
+
+
+def _find_groups(weights: Path) -> dict[str, bool]:
+    """Return which groups of modules an adapter changes, by the usual names of modules."""
+    try:
+        with safe_open(weights, framework="np") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CommandError(f"{weights}: {error}") from error
+    mlp = {name for name in names if any(part in name for part in _MLP_PARTS)}
+    unembed = {name for name in names if any(part in name for part in _UNEMBED_PARTS)} - mlp
+    return {"train_attn": bool(set(names) - mlp - unembed), "train_mlp": bool(mlp), "train_unembed": bool(unembed)}
+
+
+def _call(client: httpx.Client, method: str, url: str, **arguments: Any) -> dict[str, Any]:
+    """Make a call, and return the JSON object of the response. Raises CommandError with the server's reason."""
+    try:
+        response = client.request(method, url, **arguments)
+        content: dict[str, Any] = response.json() if response.content else {}
+    except (httpx.HTTPError, ValueError) as error:
+        raise CommandError(f"{client.base_url or url}: {error or type(error).__name__}") from error
+    if not response.is_success:
+        advice = f"; set ${_KEY_VARIABLE} to an API key" if response.status_code == HTTPStatus.UNAUTHORIZED else ""
+        raise CommandError(f"the server refused the adapter: {content.get('detail', response.status_code)}{advice}")
+    return content
 
 
 def _import_directory(arguments: argparse.Namespace, directory: Path) -> tuple[CheckpointPath, CheckpointPath]:

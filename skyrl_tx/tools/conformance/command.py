@@ -21,8 +21,7 @@ from skyrl_tx.launch.command_line import parse_duration_s
 from skyrl_tx.process.text import make_line
 
 if TYPE_CHECKING:
-    from skyrl_tx.tools.conformance.rows import ConformanceRow, Result
-    from skyrl_tx.tools.conformance.server import Server
+    from skyrl_tx.tools.conformance.server import ConformanceRow, Result, Server
 
 KEY_VARIABLE = "TINKER_API_KEY"
 MAX_TOKENS = 200_000
@@ -87,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _check_address(arguments.url, arguments.timeout_s)
 
-    from skyrl_tx.tools.conformance.server import PRECISIONS, Server  # imports the SDK
-    from skyrl_tx.tools.conformance.traffic import Traffic
+    from skyrl_tx.tools.conformance.server import PRECISIONS, Server, judge_endpoint  # imports the SDK
+    from skyrl_tx.tools.conformance.traffic import SDK_ENDPOINTS, Traffic
 
     traffic, key = Traffic(arguments.url.rstrip("/")), os.environ.get(KEY_VARIABLE, _LOCAL_KEY)
     server = Server(api_key=key, precision=PRECISIONS[arguments.precision], traffic=traffic, budget=budget)
@@ -100,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         results = [_print(result) for result in _run_rows(rows, server, arguments.timeout_s)]
     wanted = (arguments.only or "").lower()
-    results += [_print(result) for result in traffic.list_endpoints() if wanted in result.name.lower()]
+    judged = (judge_endpoint(endpoint, traffic) for endpoint in SDK_ENDPOINTS)
+    results += [_print(result) for result in judged if wanted in result.name.lower()]
 
     # Print the numbers of results, and write the JSON.
     counts = Counter(result.status for result in results)
@@ -153,7 +153,7 @@ def _check_address(url: str, timeout_s: float) -> None:
 
 def _connect(server: "Server", arguments: argparse.Namespace) -> None:
     """Ask the server for its models and choose one. Raises CommandError."""
-    from skyrl_tx.tools.conformance.rows import ConformanceRow, run_row
+    from skyrl_tx.tools.conformance.server import ConformanceRow, run_row
 
     choosing = ConformanceRow(group="", title="", check=lambda server: server.choose_model(arguments.base_model))
     result, _ = run_row(choosing, server, arguments.timeout_s)
@@ -169,7 +169,7 @@ def _confirm() -> bool:
 
 def _run_rows(rows: "Sequence[ConformanceRow]", server: "Server", timeout_s: float) -> "Iterator[Result]":
     """Run rows one after the other, then delete what they have created, and yield the results."""
-    from skyrl_tx.tools.conformance.rows import ConformanceRow, Result, run_row
+    from skyrl_tx.tools.conformance.server import ConformanceRow, Result, run_row
 
     num_late = 0  # in succession
     try:

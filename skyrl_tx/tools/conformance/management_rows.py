@@ -12,9 +12,8 @@ import httpx
 import tinker
 from tinker import types
 
-from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
 from skyrl_tx.tools.conformance.sampling_rows import wait_for
-from skyrl_tx.tools.conformance.server import NUM_TOKENS, RANK, TTL_S, Server
+from skyrl_tx.tools.conformance.server import NUM_TOKENS, RANK, TTL_S, ConformanceTable, Server, Skip, expect
 
 ROWS = ConformanceTable()
 

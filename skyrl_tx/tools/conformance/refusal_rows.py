@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import tinker
 
-from skyrl_tx.tools.conformance.rows import ConformanceTable, Mismatch, Skip, expect, is_refusal
-from skyrl_tx.tools.conformance.server import NUM_TOKENS, SEQUENCES, Server, make_datum
+from skyrl_tx.tools.conformance.server import (
+    NUM_TOKENS,
+    SEQUENCES,
+    ConformanceTable,
+    Mismatch,
+    Server,
+    Skip,
+    expect,
+    is_refusal,
+    make_datum,
+)
 
 ROWS = ConformanceTable()
 

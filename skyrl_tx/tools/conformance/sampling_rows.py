@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 from tinker import types
 
-from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
-from skyrl_tx.tools.conformance.server import NUM_TOKENS, SEQUENCES, TTL_S, Server, get_logprobs
+from skyrl_tx.tools.conformance.server import (
+    NUM_TOKENS,
+    SEQUENCES,
+    TTL_S,
+    ConformanceTable,
+    Server,
+    Skip,
+    expect,
+    get_logprobs,
+)
 
 ROWS = ConformanceTable()
 

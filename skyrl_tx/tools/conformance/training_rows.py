@@ -12,13 +12,15 @@ from tinker import types
 
 from skyrl_tx.contract.loss_reference import LossValue, evaluate
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.tools.conformance.rows import ConformanceTable, Skip, expect
 from skyrl_tx.tools.conformance.server import (
     NUM_TOKENS,
     RANK,
     SEQUENCES,
     TTL_S,
+    ConformanceTable,
     Server,
+    Skip,
+    expect,
     get_logprobs,
     make_data,
     make_datum,

@@ -27,8 +27,8 @@ from skyrl_tx.integrations.ray.engine import (
     reserve_ports,
     start_engines,
 )
-from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
-from skyrl_tx.launch.launcher import EngineEnd
+from skyrl_tx.launch.engine_process import EngineLaunch
+from skyrl_tx.launch.launcher import EngineEnd, EngineLocation
 from skyrl_tx.launch.serving import make_engine_launch
 from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.process.setup import CannotServe
