@@ -75,12 +75,6 @@ class CommandParser(argparse.ArgumentParser):
     command line: for example `--backend fake` has other flags than `--backend jax`.
     """
 
-    help_groups: Mapping[str, Sequence[str]] = {}
-    """Groups in the help: the title of each group, and its flags.
-
-    All other flags stay in the groups of argparse, in the order in which they were added.
-    """
-
     def __init__(self, argv: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.argv = argv
@@ -92,31 +86,19 @@ class CommandParser(argparse.ArgumentParser):
             message += suggest(unknown.split()[0].partition("=")[0], _list_flags(self))
         super().error(message)
 
-    def format_help(self) -> str:
-        """Return the help, with the flags in `help_groups`."""
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-
-        # Flags with a title first, then the groups of argparse without these flags.
+    def group_flags(self, groups: Mapping[str, Sequence[str]]) -> None:
+        """Show flags under titles in the help, before all other flags. Flags that do not exist are skipped."""
         by_flag = {flag: action for action in self._actions for flag in action.option_strings}
-        titled = {
-            title: [by_flag[flag] for flag in flags if flag in by_flag] for title, flags in self.help_groups.items()
-        }
-        moved = {id(action) for actions in titled.values() for action in actions}
-        sections: list[tuple[str | None, str | None, list[argparse.Action]]] = []
-        sections += [(title, None, actions) for title, actions in titled.items()]
-        for group in self._action_groups:
-            remaining = [action for action in group._group_actions if id(action) not in moved]
-            sections.append((group.title, group.description, remaining))
+        titled = [self.add_argument_group(title) for title in groups]
+        for group, flags in zip(titled, groups.values(), strict=True):
+            group._group_actions = [by_flag[flag] for flag in flags if flag in by_flag]
 
-        for title, description, actions in sections:
-            formatter.start_section(title)
-            formatter.add_text(description)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        # The other groups keep the flags without a title.
+        moved = {id(action) for group in titled for action in group._group_actions}
+        remaining = [group for group in self._action_groups if group not in titled]
+        for group in remaining:
+            group._group_actions = [action for action in group._group_actions if id(action) not in moved]
+        self._action_groups = [*titled, *remaining]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -85,15 +85,6 @@ def is_removed(name: str) -> bool:
     return name in _REMOVED
 
 
-class _NoteRemoved(argparse.Action):
-    """Records that a removed flag was given, and ignores its value."""
-
-    def __call__(
-        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), self.const])
-
-
 def accept_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
     """Let a parser accept the flags of removed settings, hidden from --help.
 
@@ -104,8 +95,10 @@ def accept_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> Non
             flag = name.replace("_", "-")
             parser.add_argument(
                 *(f"--{flag}", f"--no-{flag}"),
-                action=_NoteRemoved,
+                action="append",
                 nargs="?",
+                # Whether a value follows or not, the name of the setting is recorded.
+                type=lambda _, name=name: name,
                 const=name,
                 dest="removed_settings",
                 default=[],

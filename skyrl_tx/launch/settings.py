@@ -278,8 +278,8 @@ def make_settings_class(
             values, removed = drop_values(convert_units(values), partial(has_setting, cls))
             on_removed(removed)
             return values | {
-                "backend_config": _merge_backend_values(spec, values, shorts),
-                "sampler_config": _merge_sampler_values(sampler, values, shorts),
+                "backend_config": _merge_values("backend", spec, values, shorts),
+                "sampler_config": _merge_values("sampler", sampler, values, shorts),
             }
 
     # Fields of the sampler and of launchers.
@@ -347,45 +347,33 @@ def has_setting(settings: type[BaseModel], name: str) -> bool:
     return isinstance(inner, type) and issubclass(inner, BaseModel) and has_setting(inner, rest)
 
 
-def _merge_backend_values(
-    spec: BackendSpec, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
-) -> dict[str, Any]:
-    """Return the backend's settings, including short flags. Raises ValueError for unknown names."""
-    given = dict(values.get("backend_config") or {})
-    for name, short in shorts.items():
-        if short.kind == "backend" and values.get(name) is not None:
-            if name not in spec.flags:
-                raise ValueError(
-                    f"{_format_flag(name)}: backend {values.get('backend', DEFAULT_BACKEND)!r} has no such setting"
-                )
-            given[spec.flags[name]] = values[name]
-    _check_names("backend", spec.config, given)
-    return given
-
-
-def _merge_sampler_values(
-    sampler: SamplerSpec | None, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
+def _merge_values(
+    kind: Literal["backend", "sampler"],
+    spec: BackendSpec | SamplerSpec | None,
+    values: Mapping[str, Any],
+    shorts: Mapping[str, ShortFlag],
 ) -> dict[str, Any] | None:
-    """Return the sampler's settings, including short flags. Raises ValueError for unknown names."""
-    given = dict(values.get("sampler_config") or {})
-    set_shorts = [name for name, short in shorts.items() if short.kind == "sampler" and values.get(name) is not None]
-    if sampler is None:
-        for name in (*(["sampler_config"] if given else []), *set_shorts):
-            raise ValueError(f"{_format_flag(name)}: --sampler is not set")
+    """Return the settings of the backend or sampler, including short flags. None if no sampler is chosen.
+
+    Raises ValueError for names that it does not have.
+    """
+    given = dict(values.get(f"{kind}_config") or {})
+    set_shorts = [name for name, short in shorts.items() if short.kind == kind and values.get(name) is not None]
+    if spec is None:
+        for name in (*([f"{kind}_config"] if given else []), *set_shorts):
+            raise ValueError(f"{_format_flag(name)}: --{kind} is not set")
         return None
+
     for name in set_shorts:
-        if name not in sampler.flags:
-            raise ValueError(f"{_format_flag(name)}: sampler {values.get('sampler')!r} has no such setting")
-        given[sampler.flags[name]] = values[name]
-    given = dict(sampler.with_launcher(str(values.get("launcher")), given))
-    _check_names("sampler", sampler.config, given)
-    return given
-
-
-def _check_names(kind: str, config: type[BaseModel], given: Mapping[str, Any]) -> None:
+        if name not in spec.flags:
+            raise ValueError(f"{_format_flag(name)}: {kind} {values.get(kind, DEFAULT_BACKEND)!r} has no such setting")
+        given[spec.flags[name]] = values[name]
+    if isinstance(spec, SamplerSpec):
+        given = dict(spec.with_launcher(str(values.get("launcher")), given))
     for name in given:
-        if name not in config.model_fields:
+        if name not in spec.config.model_fields:
             raise ValueError(f"--{kind}-config.{name.replace('_', '-')}: the {kind} has no such setting")
+    return given
 
 
 def _format_flag(name: str) -> str:

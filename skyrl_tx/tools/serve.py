@@ -154,7 +154,6 @@ def add_settings(
         raise SettingsError(f"--sampler: {error}") from error
 
     # Add the flags of the server, the backend, the sampler and the apps.
-    parser.help_groups = HELP_GROUPS
     removed_names: list[str] = []
     composed = make_settings_class(
         spec,
@@ -168,6 +167,7 @@ def add_settings(
     check_file(composed, file_values, f"--config {chosen.config}")
     merge_fields = _add_fields(parser, composed)
     accept_removed_flags(parser, partial(has_setting, composed))
+    parser.group_flags(HELP_GROUPS)
 
     def make_settings(arguments: argparse.Namespace) -> ServerSettings:
         settings = merge_fields(arguments)

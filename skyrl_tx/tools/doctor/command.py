@@ -32,8 +32,6 @@ _CHECKS: dict[str, Check] = {
     "tokenizer": machine.check_text,
     "database": database.check_database,
 }
-_NEED_MODEL = frozenset({"tokenizer"})
-"""Checks that run only if the command line names a model with files."""
 _REPORT = "this is a bug in skyrl-tx; please report it with this message"
 
 
@@ -76,10 +74,8 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     # Checks that only read the settings and the machine.
     with _write_model(settings) as examined:
         subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
-        checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
-        if arguments.smoke:
-            checks.append(("smoke", machine.check_computation))
-        findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
+        checks = _CHECKS | ({"smoke": machine.check_computation} if arguments.smoke else {})
+        findings = [finding for name, check in checks.items() for finding in _run_check(name, check, subject)]
 
     # Checks that open the database, if this release can use it.
     report: storage.ArtifactReport | None = None
@@ -120,11 +116,6 @@ def _write_model(settings: ServerSettings) -> Generator[ServerSettings]:
     with open_built_in_model(name) as written:
         changes = {} if written == name else {"base_model": written, "served_model_name": name}
         yield settings.model_copy(update=changes)
-
-
-def _has_text(settings: ServerSettings) -> bool:
-    """Return whether the settings name a model with files. Models of the fake backend have none."""
-    return bool(settings.base_model) and settings.backend != "fake"
 
 
 def _find_server_pids(data_dir: Path) -> dict[str, int]:

@@ -148,6 +148,8 @@ def check_limits(subject: ExaminedServer) -> Iterator[Finding]:
 def check_text(subject: ExaminedServer) -> Iterator[Finding]:
     """Check that the tokenizer encodes and decodes text, and that the chat template renders messages."""
     settings = subject.settings.make_api_settings()
+    if not settings.base_model or subject.settings.backend == "fake":  # models of the fake backend have no files
+        return
     if not _is_local(settings.tokenizer_id or settings.base_model):
         yield ok("tokenizer", "not examined, because the model is not downloaded yet")
         return

@@ -16,7 +16,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import parse_count
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.tools.plan.hardware import HOW_TO_PLAN_THIS_MACHINE, KINDS, DeviceError, Devices, parse_devices
+from skyrl_tx.tools.plan.hardware import HOW_TO_PLAN_THIS_MACHINE, KINDS, parse_devices
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
@@ -49,7 +49,7 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--device",
-        type=_parse_devices,
+        type=parse_devices,
         metavar="NAME[:TOPOLOGY]",
         help=f"the devices, for example h200, h200:8, v5e:2x4 or v5p:2x2x1; the names are {', '.join(KINDS)}",
     )
@@ -117,13 +117,6 @@ def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> 
     except UserError as error:
         raise CommandError(str(error), status=2) from error
     return replace(plan, base_model=settings.base_model), config
-
-
-def _parse_devices(text: str) -> Devices:
-    try:
-        return parse_devices(text)
-    except DeviceError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parse_mesh(text: str) -> MeshConfig:

@@ -12,6 +12,7 @@ The figures of v5e, v5p and v6e were compared with these pages. The FLOPs of the
 tables that third parties derived from these sources.
 """
 
+import argparse
 import math
 import re
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Literal
 
 from skyrl_tx.backends.jax.gpu_memory import GPU_SHARE
 
+GB = 10**9
 GIB = 2**30
 MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
 """The fraction of the roofline bound that one device reached in measurements, by device and kind of work.
@@ -30,7 +32,7 @@ _TPU_RESERVED_BYTES = GIB // 4
 """Memory that the TPU runtime reserves. On v5e the compiler reports 15.75 of 16 GiB as usable."""
 
 
-class DeviceError(ValueError):
+class DeviceError(argparse.ArgumentTypeError):
     """A device name or topology is invalid. The message names the valid values."""
 
 
@@ -78,25 +80,20 @@ class Devices:
         return f"{self.kind.name}:{'x'.join(map(str, self.topology))}"
 
 
-def _make_gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> DeviceKind:
-    return DeviceKind(
-        name=name,
-        family="gpu",
-        memory_bytes=int(gigabytes * 1e9),
-        flops=tflops * 1e12,
-        bytes_per_s=gb_per_s * 1e9,
-        link_bytes_per_s=link_gb_per_s * 1e9,
-        per_host=8,
-    )
-
-
-def _make_tpu(
-    name: str, gibibytes: int, tflops: float, gb_per_s: float, link_gb_per_s: float, *, per_host: int, dims: int
+def _make_kind(
+    name: str,
+    memory_bytes: int,
+    tflops: float,
+    gb_per_s: float,
+    link_gb_per_s: float,
+    *,
+    per_host: int = 8,
+    dims: int = 1,
 ) -> DeviceKind:
     return DeviceKind(
         name=name,
-        family="tpu",
-        memory_bytes=gibibytes * GIB,
+        family="gpu" if dims == 1 else "tpu",
+        memory_bytes=memory_bytes,
         flops=tflops * 1e12,
         bytes_per_s=gb_per_s * 1e9,
         link_bytes_per_s=link_gb_per_s * 1e9,
@@ -110,21 +107,21 @@ def _make_tpu(
 KINDS = {
     kind.name: kind
     for kind in (
-        _make_gpu("b200", 180, 2250, 8000, 900),
-        _make_gpu("h200", 141, 989.5, 4800, 450),
-        _make_gpu("h100", 80, 989.5, 3350, 450),  # SXM
-        _make_gpu("h100-nvl", 94, 835.5, 3900, 300),
-        _make_gpu("h100-pcie", 80, 756.5, 2000, 64),
-        _make_gpu("a100-80", 80, 312, 2039, 300),  # SXM
-        _make_gpu("a100-40", 40, 312, 1555, 300),
-        _make_gpu("l40s", 48, 362, 864, 32),
-        _make_gpu("l4", 24, 121, 300, 32),
-        _make_gpu("rtx5090", 32, 209.5, 1792, 64),
-        _make_gpu("rtx4090", 24, 165.2, 1008, 32),
-        _make_tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
-        _make_tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
-        _make_tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
-        _make_tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
+        _make_kind("b200", 180 * GB, 2250, 8000, 900),
+        _make_kind("h200", 141 * GB, 989.5, 4800, 450),
+        _make_kind("h100", 80 * GB, 989.5, 3350, 450),  # SXM
+        _make_kind("h100-nvl", 94 * GB, 835.5, 3900, 300),
+        _make_kind("h100-pcie", 80 * GB, 756.5, 2000, 64),
+        _make_kind("a100-80", 80 * GB, 312, 2039, 300),  # SXM
+        _make_kind("a100-40", 40 * GB, 312, 1555, 300),
+        _make_kind("l40s", 48 * GB, 362, 864, 32),
+        _make_kind("l4", 24 * GB, 121, 300, 32),
+        _make_kind("rtx5090", 32 * GB, 209.5, 1792, 64),
+        _make_kind("rtx4090", 24 * GB, 165.2, 1008, 32),
+        _make_kind("v4", 32 * GIB, 275, 1200, 300, per_host=4, dims=3),
+        _make_kind("v5e", 16 * GIB, 197, 800, 200, per_host=8, dims=2),
+        _make_kind("v5p", 95 * GIB, 459, 2765, 600, per_host=4, dims=3),
+        _make_kind("v6e", 32 * GIB, 918, 1600, 400, per_host=8, dims=2),
     )
 }
 

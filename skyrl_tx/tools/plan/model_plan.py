@@ -20,15 +20,18 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.flops import count_frozen_macs
 from skyrl_tx.process.text import format_bytes
 from skyrl_tx.tools.plan.hardware import MEASURED, Devices
-from skyrl_tx.tools.plan.meshes import (
+from skyrl_tx.tools.plan.roofline import (
     WEIGHT_SHARE,
     Candidate,
     LengthShortfall,
+    RooflineBound,
+    Workload,
+    compute_decoding_bound,
+    compute_training_bound,
     find_fitting_candidate,
     list_meshes,
     rank_meshes,
 )
-from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, compute_decoding_bound, compute_training_bound
 from skyrl_tx.weights import hf
 
 _SIZE_FLAGS = {
@@ -220,15 +223,17 @@ def _compute_rates(
         rank=DEFAULT_RANK,
         num_slots=num_slots,
         sample_tokens=length,
+        # The weights and the cache
+        num_parameters=plan.num_parameters,
+        itemsize=itemsize,
+        adapter_bytes=count_adapter_bytes(model, DEFAULT_RANK, make_abstract_layout(chosen)),
+        cache_bytes=plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens,
     )
-    size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
-    cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
 
     # The bounds of this work.
-    adapter_bytes = count_adapter_bytes(model, DEFAULT_RANK, make_abstract_layout(chosen))
-    training = compute_training_bound(model, devices, chosen, work, **size, adapter_bytes=adapter_bytes)
+    training = compute_training_bound(model, devices, chosen, work)
     yield _make_rate("training", training, devices, f"rank {DEFAULT_RANK}, sequences of {work.sequence_tokens} tokens")
-    decoding = compute_decoding_bound(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
+    decoding = compute_decoding_bound(model, devices, chosen, work)
     yield _make_rate("sampling", decoding, devices, f"{num_slots} samples of {length} tokens, base model")
 
 

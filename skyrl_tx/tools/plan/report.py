@@ -9,8 +9,8 @@ from skyrl_tx.backends.jax.mesh import make_training_layout
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.launch.command_line import Record, format_table
 from skyrl_tx.process.text import format_bytes
-from skyrl_tx.tools.plan.meshes import Candidate, LengthShortfall
 from skyrl_tx.tools.plan.model_plan import ModelPlan
+from skyrl_tx.tools.plan.roofline import Candidate, LengthShortfall
 
 _NUM_SHOWN_MESHES = 4
 

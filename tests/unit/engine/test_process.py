@@ -102,7 +102,7 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
 )
 def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, number, is_memory_exhausted, is_crash):
     counts = itertools.count(step=is_memory_exhausted)
-    monkeypatch.setattr(engine_process, "count_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(engine_process, "_count_memory_kills", lambda: next(counts))
     launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="error")
 
     async def run() -> EngineEnd:
