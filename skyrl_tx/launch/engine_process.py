@@ -417,10 +417,8 @@ def _serve_metrics_socket(path: Path, meters: EngineMetrics) -> Generator[None]:
         _log.warning("cannot serve the metrics of the engine to the API: %s", error)
         yield
         return
-    try:
+    with closing(served):
         yield
-    finally:
-        served.close()
 
 
 @contextmanager

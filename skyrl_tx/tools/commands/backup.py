@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -210,12 +210,8 @@ def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _Da
     unclaimed = identity.find_unclaimed(store, artifacts)
     content = store.copy(target, read_content)
     kept = tuple(sorted(unclaimed - set(content.referenced)))
-    return _DatabaseContent(
-        referenced={*content.referenced, *kept},
-        ephemeral=content.ephemeral,
-        identity=Identity(store_id=content.identity.store_id, epoch=content.identity.epoch, unclaimed=kept),
-        is_postgresql=content.is_postgresql,
-    )
+    claimed = Identity(store_id=content.identity.store_id, epoch=content.identity.epoch, unclaimed=kept)
+    return replace(content, referenced={*content.referenced, *kept}, identity=claimed)
 
 
 def _stage(artifacts: LocalArtifacts, content: _DatabaseContent, staged: Path) -> dict[str, str]:
