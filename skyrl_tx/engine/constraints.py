@@ -9,7 +9,7 @@ from skyrl_tx.contract.constraints import TokenConstraint
 from skyrl_tx.contract.errors import FieldError, UserError
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import Constraint, SamplingParams
-from skyrl_tx.grammars.matcher import CompiledGrammar, GrammarCompiler
+from skyrl_tx.grammars import CompiledGrammar, GrammarCompiler
 from skyrl_tx.store.database import Store
 
 

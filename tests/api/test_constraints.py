@@ -226,7 +226,7 @@ def test_a_field_that_fails_in_the_engine_is_named(
     from llguidance import LLParserLimits  # not on import of this module, see `check_imports`
 
     small = LLParserLimits(**limits, verbose_errors=False)
-    monkeypatch.setattr("skyrl_tx.grammars.matcher.make_limits", lambda: small)
+    monkeypatch.setattr("skyrl_tx.grammars.make_limits", lambda: small)
     body = {"structured_outputs": {"regex": "[ab]*a[ab]{14}c"}, "max_tokens": 80}
     for path, prompt in ((COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": TALK, **NO_THINKING})):
         error = refuse(stack, path, **prompt, **body)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from skyrl_tx.apps.chat.grammar_checks import check_schemas
 from skyrl_tx.apps.chat.message import FORMATS, MessageFormat, find_prefilled
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.sampling_fields import add_constraint
@@ -17,14 +18,7 @@ from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import list_types
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint, SamplingParams
-from skyrl_tx.grammars.grammar import (
-    check_schemas,
-    make_grammar,
-    write_grammar,
-    write_json_rule,
-    write_rule,
-    write_text,
-)
+from skyrl_tx.grammars import make_grammar, write_grammar, write_json_rule, write_rule, write_text
 from skyrl_tx.server.submission.validation import quote_value, require
 
 Schema = Mapping[str, object]

@@ -10,12 +10,12 @@ from typing import cast
 
 from msgspec import UNSET, UnsetType
 
+from skyrl_tx.apps.chat.grammar_checks import check_constraint
 from skyrl_tx.apps.chat.schemas import GenerationFields, ResponseFormat, StructuredOutputs
 from skyrl_tx.apps.chat.service import ChatService, Limits
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.numbers import check_number
 from skyrl_tx.contract.requests import MAX_LOGIT_BIAS, Constraint, SamplingControls, SamplingParams
-from skyrl_tx.grammars.grammar import check_constraint
 from skyrl_tx.server.routes.sampling import check_stops
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 

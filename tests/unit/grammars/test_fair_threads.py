@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from skyrl_tx.grammars.grammar import FairThreads
+from skyrl_tx.grammars import FairThreads
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from skyrl_tx.apps.chat.grammar_checks import check_constraint
 from skyrl_tx.apps.chat.message import FORMATS
 from skyrl_tx.apps.chat.prompts import ChatPrompt
 from skyrl_tx.apps.chat.reply_grammars import (
@@ -22,7 +23,7 @@ from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.chat.tool_calls import ToolCall
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint, SamplingParams
-from skyrl_tx.grammars.grammar import check_constraint, make_limits
+from skyrl_tx.grammars import make_limits
 from tests.support.tiny_tokenizer import PACKAGED
 
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))

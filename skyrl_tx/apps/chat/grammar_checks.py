@@ -1,37 +1,20 @@
-"""Grammars in the language of `llguidance`, and the checks of grammars that clients send.
-
-A constraint of the contract has a kind and a text:
-
-- "json_schema": a JSON schema
-- "regex": a regular expression in the syntax of Rust's `regex`, which must match the whole text
-- "choice": a JSON list of texts
-- "grammar": EBNF as in llama.cpp (GBNF), or a Lark grammar
-- "lark": a grammar that this server has made, for example for tool calls
-
-The library computes in Rust, without Python's interpreter lock, and its work is limited by
-`make_limits`, so a hostile grammar takes at most a fraction of a second. It runs in threads that
-owners share, so the work of one owner does not delay the work of another for long.
-"""
+"""Check the grammars and schemas that clients send, before a request is stored."""
 
 import json
 import math
 import re
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from skyrl_tx.contract.errors import FieldError
 from skyrl_tx.contract.requests import Constraint
+from skyrl_tx.grammars import FairThreads, clean_error, make_limits, write_grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
-
-T = TypeVar("T")
+    from llguidance import LLTokenizer
 
 _MAX_CHARS: Mapping[str, int] = {"json_schema": 65_536, "regex": 8192, "choice": 65_536, "grammar": 16_384}
 """The maximum length of each kind whose text comes from the client as it is."""
@@ -49,159 +32,15 @@ The library makes a state for each remainder, which no limit of `make_limits` co
 _MAX_CHECK_S = 1.0
 """How long a check may compute, because the limits of the library do not cover all of its work."""
 _MAX_REMEMBERED = 256
-_MAX_ERROR_CHARS = 500
-_SPACE = r"( |\n[ \t]{0,40})?"
-"""White space between the parts of JSON: none, a space, or a line break and an indentation.
-
-It is limited, or a model might never end it.
-"""
-_HEAD = '%llguidance {"no_forcing": true}\n'
-"""Without this option the library looks for tokens that must follow, which can take seconds."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose value has a schema for each name."""
 _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose value is no schema."""
 _REFUSED = frozenset({"x-guidance", "nullable", "divisibleBy", "disallow", "extends", "$dynamicAnchor"})
 """Keywords that the library ignores although they change what a schema allows, or how the library works."""
-_SOURCE_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
-_POSITION = re.compile(
-    r"^(at )?\d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>|^lexer error: |^parser error: "
-)
 _INNER_SCHEMA = re.compile(r"%json\s*")
-
-
-class FairThreads:
-    """Runs work in threads. Owners take turns, and the work of one owner never uses all threads.
-
-    The work of an owner starts in the order of its submission. A thread ends when it finds no work.
-    """
-
-    def __init__(self, max_threads: int, per_owner: int, name: str) -> None:
-        """Start no thread yet. One owner uses at most `per_owner` of the threads at a time."""
-        self._max_threads = max_threads
-        self._per_owner = per_owner
-        self._name = name
-        self._lock = threading.Lock()
-        self._num_threads = 0
-        self._num_running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
-        """The work that has not started, by owner. The owner whose last turn is longest ago comes first."""
-
-    def submit(self, owner: str, work: Callable[[], T]) -> "Future[T]":
-        """Run `work` in a thread, and return the future of its result."""
-        future: Future[T] = Future()
-        with self._lock:
-            self._waiting.setdefault(owner, deque()).append((future, work))
-            if self._num_running[owner] < self._per_owner and self._num_threads < self._max_threads:
-                self._num_threads += 1
-                threading.Thread(target=self._run_waiting, name=self._name).start()
-        return future
-
-    def close(self) -> None:
-        """Cancel the work that has not started. Idempotent."""
-        with self._lock:
-            waiting = [future for queue in self._waiting.values() for future, _ in queue]
-            self._waiting.clear()
-        for future in waiting:
-            future.cancel()
-
-    def _run_waiting(self) -> None:
-        """Run work until there is none, or the owners of all of it use their threads, which then run it."""
-        owner = None
-        while True:
-            with self._lock:
-                # Count the end of the last work here, because another submission must find this thread or its work
-                if owner is not None:
-                    self._num_running[owner] -= 1
-                owner = next((name for name in self._waiting if self._num_running[name] < self._per_owner), None)
-                if owner is None:
-                    self._num_running += Counter()  # forgets owners without work
-                    self._num_threads -= 1
-                    return
-
-                # Put the owner behind all other owners
-                queue = self._waiting.pop(owner)
-                future, work = queue.popleft()
-                if queue:
-                    self._waiting[owner] = queue
-                self._num_running[owner] += 1
-
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # whoever waits for the result gets it
-                    future.set_exception(error)
-
-
 _checks = FairThreads(2, 1, "grammar-check")
 """The threads for checks. An owner uses one of them, so checks of other owners need not wait."""
-
-
-def write_json_rule(schema: Mapping[str, object]) -> str:
-    """Return the right side of a rule that matches JSON by a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
-
-
-def write_text(text: str) -> str:
-    """Return the right side of a rule that matches one text."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def make_grammar(start: str, rules: Mapping[str, str] | None = None) -> str:
-    """Return a Lark grammar. `start` is the right side of the first rule, and `rules` names more rules."""
-    lines = [f"{name}: {rule}" for name, rule in {"start": start, **(rules or {})}.items()]
-    return _HEAD + "\n".join(lines)
-
-
-def write_rule(constraint: Constraint) -> str:
-    """Return the right side of a rule that matches a constraint of any kind but "grammar" and "lark"."""
-    match constraint.kind:
-        case "json_schema":
-            return write_json_rule(json.loads(constraint.text))
-        case "regex":
-            from llguidance import regex_to_lark
-
-            return f"/{regex_to_lark(constraint.text, use_ascii='')}/"
-        case "choice":
-            return " | ".join(write_text(text) for text in json.loads(constraint.text))
-        case _:
-            raise AssertionError(constraint.kind)
-
-
-def write_grammar(constraint: Constraint) -> str:
-    """Return the grammar of a constraint for the library. Raises ValueError if EBNF is malformed."""
-    match constraint.kind:
-        case "lark":
-            return constraint.text
-        case "grammar":
-            from llguidance.gbnf_to_lark import any_to_lark
-
-            try:
-                text = any_to_lark(constraint.text)
-            except Exception as error:  # the library raises Exception itself
-                raise ValueError(str(error)) from error
-            return _HEAD + re.sub(r"(?m)^\s*%llguidance\b.*$", "", text)
-        case _:
-            return make_grammar(write_rule(constraint))
-
-
-@cache
-def make_limits() -> "LLParserLimits":
-    """Return limits for the work and memory of one grammar.
-
-    A token takes at most about 50 ms, and the states of a lexer about 50 MB.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
-
-
-@cache
-def _get_bytes() -> "LLTokenizer":
-    """Return a tokenizer with one token for each byte, because a check depends on no model."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
 
 
 def check_constraint(constraint: Constraint, field: str, owner: str) -> None:
@@ -283,14 +122,12 @@ def _find_problem(constraint: Constraint) -> str | None:
     return None
 
 
-def clean_error(error: str) -> str:
-    """Return a message of the library without positions in a text that the client has not written."""
-    message = _POSITION.sub("", _POSITION.sub("", _SOURCE_LINES.sub("", error).strip())).strip()
-    if message.startswith("oneOf constraints"):
-        return "oneOf is supported only if its alternatives exclude each other by their types or constants; use anyOf"
-    if "regex parse error" in message:
-        message = f"regular expression: {message.rpartition('error: ')[2]}"
-    return message.replace("Unimplemented keys: ", "this server does not support the keywords ")[:_MAX_ERROR_CHARS]
+@cache
+def _get_bytes() -> "LLTokenizer":
+    """Return a tokenizer with one token for each byte, because a check depends on no model."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def _check_schema(schema: object, field: str) -> None:
@@ -309,8 +146,9 @@ def _read_schema(schema: object, field: str) -> tuple[int, Set[Decimal]]:
     for _ in range(_MAX_DEPTH):
         below: list[tuple[str, object]] = []
         for path, part in level:
+            if isinstance(part, list):
+                below += [(f"{path}[{n}]", item) for n, item in enumerate(cast(list[object], part))]
             if not isinstance(part, dict):
-                below += [(f"{path}[{n}]", item) for n, item in enumerate(_as_list(part))]
                 continue
 
             # Check the keywords of a schema, and collect the schemas in it
@@ -370,7 +208,3 @@ def _read_json(text: str, start: int) -> object:
         return json.JSONDecoder().raw_decode(text, start)[0]
     except (ValueError, RecursionError):
         return None
-
-
-def _as_list(value: object) -> Sequence[object]:
-    return cast(list[object], value) if isinstance(value, list) else []
