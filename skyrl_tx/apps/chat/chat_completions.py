@@ -148,9 +148,7 @@ class _ChatCompletion(OpenAiReply):
         self, service: ChatService, request: ChatCompletionRequest, prompt: ChatPrompt, prepared: ChatRequest
     ) -> None:
         super().__init__(service, request, [prepared])
-        self._text = service.text
         self._request = request
-        self._prompt = prompt
         self._top = request.top_logprobs or 0
         self._has_described_prompt = False
         self._readers = [
@@ -165,17 +163,7 @@ class _ChatCompletion(OpenAiReply):
 
     def make_body(self, samples: Sequence[tuple[int, Delta]]) -> JsonObject:
         """Return the body of a response that is not streamed."""
-        return super().make_body(samples) | self._describe_prompt()
-
-    def _describe_prompt(self) -> JsonObject:
-        """Return the prompt's tokens and log-probabilities, if the client asked for them."""
-        described: JsonObject = {}
-        if (k := self._request.prompt_logprobs) is not None:
-            tokens = logprobs.score_prompt(self._prompt.tokens, self.generations[0].prompt_result, k)
-            described["prompt_logprobs"] = logprobs.describe_prompt(self._text, tokens, k)
-        if self._request.return_token_ids:
-            described["prompt_token_ids"] = self._prompt.tokens
-        return described
+        return super().make_body(samples) | self.describe_prompt(0)
 
     def make_choice(self, prompt_index: int, delta: Delta) -> JsonObject:
         """Return the choice of a sample in a response that is not streamed."""
@@ -212,7 +200,7 @@ class _ChatCompletion(OpenAiReply):
         parts = self._readers[index].read(delta)
         token_fields = self._describe_tokens(delta)
 
-        if not self._has_described_prompt and (prompt_fields := self._describe_prompt()):
+        if not self._has_described_prompt and (prompt_fields := self.describe_prompt(0)):
             yield self.make_chunk([], prompt_fields)
         self._has_described_prompt = True
 
@@ -240,7 +228,7 @@ class _ChatCompletion(OpenAiReply):
         """
         described: JsonObject = {}
         if self._request.logprobs and len(delta.token_ids):
-            content = logprobs.describe_chat(self._text, logprobs.score_delta(delta, self._top), with_top=self._top > 0)
+            content = logprobs.describe_chat(self.text, logprobs.score_delta(delta, self._top), with_top=self._top > 0)
             described["logprobs"] = {"content": content, "refusal": None}
         if self._request.return_token_ids:
             described["token_ids"] = delta.token_ids.tolist()

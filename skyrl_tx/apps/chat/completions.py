@@ -11,7 +11,6 @@ from fastapi import Request, Response
 
 from skyrl_tx.apps.chat import logprobs, sampling_fields, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
-from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.reply import JsonObject, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import CompletionRequest
@@ -143,7 +142,6 @@ class _Completion(OpenAiReply):
         none.
         """
         super().__init__(service, request, requests)
-        self._text = service.text
         self._request = request
         self._prompts = prompts
         self._num_samples = requests[0].num_samples
@@ -176,12 +174,9 @@ class _Completion(OpenAiReply):
             self._started.add(index)
             text = self._echo(prompt_index) + text
             if self._request.echo and self._logprobs:
-                scored = self._score_prompt(prompt_index, self._top)
-                echo = logprobs.Echo(self._echo(prompt_index), self._prompts[prompt_index].tokens, scored)
-            if (k := self._request.prompt_logprobs) is not None:
-                more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(prompt_index, k), k)
-            if self._request.return_token_ids:
-                more["prompt_token_ids"] = self._prompts[prompt_index].tokens
+                tokens, scored = self.requests[prompt_index].prompt, self.score_prompt(prompt_index, self._top)
+                echo = logprobs.Echo(self._echo(prompt_index), tokens, scored)
+            more |= self.describe_prompt(prompt_index)
 
         described = None
         if self._logprobs:
@@ -199,17 +194,12 @@ class _Completion(OpenAiReply):
         if delta.text or delta.finish is not None or shows_prompt or shows_tokens:
             yield self.make_chunk([self.make_choice(prompt_index, delta)])
 
-    def _score_prompt(self, prompt_index: int, k: int) -> Iterator[list[TokenLogprob]]:
-        return logprobs.score_prompt(
-            self._prompts[prompt_index].tokens, self.generations[prompt_index].prompt_result, k
-        )
-
     def _echo(self, prompt_index: int) -> str:
         """Return the text of a prompt if the client set `echo`, else an empty text."""
         if not self._request.echo:
             return ""
         prompt = self._prompts[prompt_index]
-        return self._text.decode(prompt.tokens) if prompt.text is None else prompt.text
+        return self.text.decode(prompt.tokens) if prompt.text is None else prompt.text
 
 
 def _drop_tokens(delta: Delta) -> Delta:

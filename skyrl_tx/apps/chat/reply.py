@@ -24,7 +24,9 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from skyrl_tx.apps.chat import logprobs
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas, run_off_loop, wait_for_first_change
+from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.apps.chat.text import ContextTooLong
@@ -127,7 +129,8 @@ class OpenAiReply(ChatReply):
 
     def __init__(self, service: ChatService, request: GenerationFields, requests: Sequence[ChatRequest]) -> None:
         super().__init__(requests, is_streamed=bool(request.stream))
-        self.service = service
+        self.text = service.text
+        self._fields = request
         options = request.stream_options
         self.ends_with_usage = options is not None and bool(options.include_usage)
         self.num_dropped = 0
@@ -161,6 +164,20 @@ class OpenAiReply(ChatReply):
         usage: JsonObject = {"usage": None} if self.ends_with_usage else {}
         return {**self._common_fields, "choices": choices, **(prompt_fields or {}), **usage}
 
+    def score_prompt(self, prompt_index: int, k: int) -> Iterator[list[TokenLogprob]]:
+        """Yield the tokens of a prompt in slices, with log-probabilities and the top `k` at each position."""
+        tokens, result = self.requests[prompt_index].prompt, self.generations[prompt_index].prompt_result
+        return logprobs.score_prompt(tokens, result, k)
+
+    def describe_prompt(self, prompt_index: int) -> JsonObject:
+        """Return the tokens and log-probabilities of a prompt, if the client asked for them."""
+        described: JsonObject = {}
+        if (k := self._fields.prompt_logprobs) is not None:
+            described["prompt_logprobs"] = logprobs.describe_prompt(self.text, self.score_prompt(prompt_index, k), k)
+        if self._fields.return_token_ids:
+            described["prompt_token_ids"] = self.requests[prompt_index].prompt
+        return described
+
     def make_last_events(self) -> Iterator[JsonObject]:
         """Yield the usage if the client asked for it."""
         if self.ends_with_usage:
@@ -190,7 +207,7 @@ async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], Chat
     reply.generations = generations
 
     if reply.is_streamed:
-        stream = EventStream(_stream(reply), lambda error: _encode_error(request, reply, error), generations)
+        stream = EventStream(_stream(request, reply), generations)
         return await respond(request, _start_stream(stream, generations), generations)
     return await respond(request, _complete(reply), generations)
 
@@ -227,16 +244,19 @@ async def _start_stream(stream: "EventStream", generations: Sequence[Generation]
     return stream
 
 
-async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
-    for event in reply.make_first_events():
-        yield reply.encode(event)
-    async for prompt_index, delta in merge_deltas(reply.generations):
-        for event in await run_off_loop(partial(_encode_events, reply, prompt_index, delta), delta.size):
-            yield event
-    for event in reply.make_last_events():
-        yield reply.encode(event)
-    if reply.end:
-        yield reply.end
+async def _stream(request: Request, reply: ChatReply) -> AsyncGenerator[bytes]:
+    try:
+        for event in reply.make_first_events():
+            yield reply.encode(event)
+        async for prompt_index, delta in merge_deltas(reply.generations):
+            for event in await run_off_loop(partial(_encode_events, reply, prompt_index, delta), delta.size):
+                yield event
+        for event in reply.make_last_events():
+            yield reply.encode(event)
+        if reply.end:
+            yield reply.end
+    except Exception as error:
+        yield _encode_error(request, reply, error)
 
 
 def _encode_events(reply: ChatReply, prompt_index: int, delta: Delta) -> list[bytes]:
@@ -299,15 +319,9 @@ class EventStream(EventSourceResponse):
     If the client disconnects or stops reading, the generations are cancelled.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        encode_error: Callable[[Exception], bytes],
-        generations: Sequence[Generation],
-    ) -> None:
-        """`encode_error` makes the last event if `events` raises an error."""
+    def __init__(self, events: AsyncGenerator[bytes], generations: Sequence[Generation]) -> None:
         super().__init__(
-            _end_with_error(events, encode_error),
+            events,
             headers={"Cache-Control": "no-cache"},
             ping=_KEEP_ALIVE_S,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
@@ -328,16 +342,6 @@ class EventStream(EventSourceResponse):
         finally:
             for generation in self._generations:
                 generation.close()
-
-
-async def _end_with_error(
-    events: AsyncGenerator[bytes], encode_error: Callable[[Exception], bytes]
-) -> AsyncGenerator[bytes]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:
-        yield encode_error(error)
 
 
 def convert_error_response(api: ApiName, response: Response, error: Exception) -> Response:

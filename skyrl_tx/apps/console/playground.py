@@ -250,25 +250,26 @@ async def _chat(request: Request, call: ApiCall) -> Response:
     # Start the samples and stream them
     described, chat_request = await call.context.run_call(call.caller.owner, prepare)
     [generation] = await service.start_all(call.caller, [chat_request])
-    events = _stream_events(service, described, generation, chat_request.num_samples)
-    return EventStream(events, partial(_make_error_event, call.caller.owner), [generation])
+    return EventStream(_stream_events(call, service, described, generation, chat_request.num_samples), [generation])
 
 
 async def _stream_events(
-    service: ChatService, prompt: dict[str, object], generation: Generation, num_samples: int
+    call: ApiCall, service: ChatService, prompt: dict[str, object], generation: Generation, num_samples: int
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of the replies: the prompt, deltas, and a finish event for each sample."""
-    yield encode_event({"type": "prompt", **prompt})
-    texts = [TokenTexts(service.text) for _ in range(num_samples)]
-    counts = [0] * num_samples
-    async for _, delta in merge_deltas([generation]):
-        index = delta.index
-        counts[index] += len(delta.token_ids)
-        yield await run_off_loop(partial(_encode_delta, texts[index], delta), delta.size)
-        if delta.finish is not None:
-            yield encode_event(
-                {"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]}
-            )
+    """Yield the events of the replies: the prompt, deltas, and a finish event for each sample, or an error event."""
+    try:
+        yield encode_event({"type": "prompt", **prompt})
+        texts = [TokenTexts(service.text) for _ in range(num_samples)]
+        counts = [0] * num_samples
+        async for _, delta in merge_deltas([generation]):
+            index = delta.index
+            counts[index] += len(delta.token_ids)
+            yield await run_off_loop(partial(_encode_delta, texts[index], delta), delta.size)
+            if delta.finish is not None:
+                finish = {"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]}
+                yield encode_event(finish)
+    except Exception as error:
+        yield _make_error_event(call.caller.owner, error)
 
 
 def _encode_delta(texts: "TokenTexts", delta: Delta) -> bytes:

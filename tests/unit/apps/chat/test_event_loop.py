@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from fastapi import Request
 
 from skyrl_tx.apps.chat import chat_completions, completions, reply, schemas
 from skyrl_tx.apps.chat.generation import Generation
@@ -137,7 +138,7 @@ def test_result_of_any_size_is_decoded_in_small_steps(
         texts = [SampleText(text.decode, stops=[], stop_tokens=frozenset()) for _ in range(num_samples)]
         made.generations = [StoredGeneration(texts, make_output(num_samples, num_tokens))]
         if is_streamed:
-            return b"".join([event async for event in reply._stream(made)])
+            return b"".join([event async for event in reply._stream(cast(Request, None), made)])
         return bytes((await reply._complete(made)).body)
 
     body = asyncio.run(respond()).decode()

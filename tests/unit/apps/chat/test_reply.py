@@ -1,16 +1,19 @@
 """Event streams end when their client disconnects or stops reading."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from http import HTTPStatus
 from typing import cast
 
 import pytest
+from fastapi import Request
 from sse_starlette.sse import AppStatus
 from starlette.types import Message
 
 from skyrl_tx.apps.chat import reply
 from skyrl_tx.apps.chat.generation import Generation
-from skyrl_tx.apps.chat.reply import EventStream, encode_event
+from skyrl_tx.apps.chat.reply import ChatReply, EventStream, JsonObject, encode_event
+from skyrl_tx.server.errors import ApiError
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions"}
 
@@ -62,7 +65,7 @@ async def endless_events(delay_s: float = 0.01) -> AsyncGenerator[bytes]:
 def serve(events: AsyncGenerator[bytes], client: Client, leave_after_s: float | None = None) -> FakeGeneration:
     """Serve a stream until it ends and return its generation."""
     generation = FakeGeneration()
-    stream = EventStream(events, lambda error: encode_event(str(error)), [cast(Generation, generation)])
+    stream = EventStream(events, [cast(Generation, generation)])
 
     async def run() -> None:
         if leave_after_s is not None:
@@ -74,16 +77,28 @@ def serve(events: AsyncGenerator[bytes], client: Client, leave_after_s: float | 
     return generation
 
 
-def test_events_come_in_order_and_an_error_is_the_last() -> None:
-    async def events() -> AsyncGenerator[bytes]:
-        yield encode_event({"n": 1}, "first")
-        raise ValueError("broken")
+class BrokenReply:
+    """A reply that fails after its first event."""
 
+    api, end = "openai", b"data: [DONE]\n\n"
+
+    def make_first_events(self) -> Iterator[JsonObject]:
+        yield {"n": 1}
+        raise ApiError(HTTPStatus.BAD_REQUEST, "broken")
+
+    def encode(self, event: JsonObject) -> bytes:
+        return encode_event(event, "part")
+
+
+def test_events_come_in_order_and_an_error_is_the_last() -> None:
     client = Client()
-    generation = serve(events(), client)
+    generation = serve(reply._stream(Request(SCOPE), cast(ChatReply, BrokenReply())), client)
     headers = dict(client.sent[0]["headers"])
     assert headers[b"content-type"].startswith(b"text/event-stream") and headers[b"cache-control"] == b"no-cache"
-    assert client.body == b'event: first\ndata: {"n":1}\n\ndata: "broken"\n\n'
+    error = b'{"message":"broken","type":"invalid_request_error","param":null,"code":null}'
+    assert client.body == (
+        b'event: part\ndata: {"n":1}\n\nevent: part\ndata: {"error":' + error + b"}\n\ndata: [DONE]\n\n"
+    )
     assert client.sent[-1]["more_body"] is False and generation.num_closed == 1
 
 
