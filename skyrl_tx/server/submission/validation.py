@@ -165,7 +165,8 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 
 def quote_value(value: object) -> str:
     """Quote a value for an error message, with at most 100 characters."""
-    text = _REPR.repr(value)
+    # Names of tensors are quoted many times per request, and `repr` is much faster than `_REPR`.
+    text = repr(value[:101]) if isinstance(value, str) else _REPR.repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
