@@ -57,7 +57,7 @@ _RELEASE_S = 3.0
 """Seconds after which a killed engine no longer counts as running."""
 
 
-def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
+def serve(settings: ServerSettings, apps: Sequence[App]) -> None:
     """Run the API and the engines until a signal. Raises CannotServe."""
     # Check the settings and the files of the model, unless the engines run on other machines.
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
@@ -96,10 +96,9 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
         # Run until a signal.
         engines = [_make_supervisor(start, store, on_ready) for start in starts]
         _run_api(settings, store, apps, listener, engines)
-    return 0
 
 
-def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
+def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> None:
     """Run only the API until a signal. Raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     check_app_settings(apps, settings.make_api_settings())
@@ -111,7 +110,6 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
         record_artifacts_location(settings)
         _log.info("skyrl_tx %s, API only, at %s, data in %s", __version__, url, settings.data_dir)
         _run_api(settings, store, apps, listener, [])
-    return 0
 
 
 def _run_api(
@@ -127,13 +125,14 @@ def _run_api(
         asyncio.run(run_servers(engines, SupervisedApi(settings, store, apps), listener))
 
 
-def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
+def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> None:
     """Run only the engine until a signal. Raises CannotServe."""
     launch = make_engine_launch(settings, apps)
 
     # A host of a rank above 0 repeats the calls of rank 0.
     if launch.hosts.rank > 0:
-        return _follow(launch)
+        _follow(launch)
+        return
     _log.info("skyrl_tx %s, engine only, data in %s", __version__, settings.data_dir)
 
     # A launcher starts engines on other machines.
@@ -141,16 +140,15 @@ def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
         with contextlib.closing(open_database(settings)) as store, _open_launcher(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
             asyncio.run(run_servers([_make_supervisor(start, store, is_ready) for start in starts]))
-        return 0
+        return
 
     # Otherwise the engine runs in this process.
     check_model_files(settings)
     warn_if_disk_is_full(settings)
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
-    return 0
 
 
-def _follow(launch: EngineLaunch) -> int:
+def _follow(launch: EngineLaunch) -> None:
     """Run a host that repeats the backend calls of rank 0, until a signal.
 
     The process of the host ends when rank 0 ends, and is then started again. Raises CannotServe if
@@ -173,7 +171,6 @@ def _follow(launch: EngineLaunch) -> int:
             await follower.run()
 
     asyncio.run(run())
-    return 0
 
 
 def make_engine_launch(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:

@@ -203,7 +203,7 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
     return make_settings
 
 
-def _run_server(command: str, settings: ServerSettings) -> int:
+def _run_server(command: str, settings: ServerSettings) -> None:
     from skyrl_tx.launch import serving  # imported here because it would slow down --help
 
     configure_logging(command, settings.log_level, settings.log_format)
@@ -215,13 +215,13 @@ def _run_server(command: str, settings: ServerSettings) -> int:
         settings = resolve_tiny_model(settings)
         match command:
             case "api":
-                return serving.serve_api(settings, APPS)
+                serving.serve_api(settings, APPS)
             case "engine":
                 # Execute this process again, once: glibc reads its setting for huge pages only at the start.
                 restart_with_huge_pages()
-                return serving.serve_engine(settings, APPS)
+                serving.serve_engine(settings, APPS)
             case _:
-                return serving.serve(settings, APPS)
+                serving.serve(settings, APPS)
     except CannotServe as error:
         raise CommandError(str(error)) from error
 

@@ -282,7 +282,7 @@ def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_c
     return copied
 
 
-def _restore(arguments: argparse.Namespace) -> int:
+def _restore(arguments: argparse.Namespace) -> None:
     source: Path = arguments.directory
     data_dir: Path = arguments.data_dir
     url: str | None = arguments.database_url or None
@@ -328,7 +328,6 @@ def _restore(arguments: argparse.Namespace) -> int:
     )
     for artifact_id, why in backup.left_out.items():
         print(f"not in the backup: {artifact_id}: {why}")
-    return 0
 
 
 def _verify(source: Path, backup: _Backup) -> None:

@@ -69,7 +69,8 @@ def add_arguments(parser: CommandParser) -> None:
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the checks, print their findings, and return the exit status."""
     if arguments.remove_unclaimed:
-        return _remove_unclaimed(settings, is_confirmed=arguments.yes)
+        _remove_unclaimed(settings, is_confirmed=arguments.yes)
+        return 0
 
     # Checks that only read the settings and the machine.
     with _write_model(settings) as examined:
@@ -153,11 +154,11 @@ def _open_artifacts(settings: ServerSettings) -> ArtifactStore:
     return open_artifacts(settings.data_dir, settings.artifacts, is_recorded=False)
 
 
-def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
+def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> None:
     if not database.is_current(settings):
         raise CommandError(f"--data-dir {settings.data_dir} has no database of this release", STATUS["error"])
     try:
         with closing(_open_store(settings)) as store:
-            return storage.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)
+            storage.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)
     except (CommandError, StoreError, ArtifactsUnreachable, InvalidLocation) as problem:
         raise CommandError(str(problem), STATUS["error"]) from problem

@@ -338,16 +338,15 @@ def _measure_size(artifacts: ArtifactStore, artifact_id: ArtifactId) -> int:
         return 0
 
 
-def remove_unclaimed(store: Store, artifacts: ArtifactStore, *, is_confirmed: bool) -> int:
+def remove_unclaimed(store: Store, artifacts: ArtifactStore, *, is_confirmed: bool) -> None:
     """Move the unclaimed artifacts to the trash. Raises CommandError if the user declines."""
     unclaimed = sorted(identity.find_unclaimed(store, artifacts))
     if not unclaimed:
         print("no unclaimed artifacts")
-        return 0
+        return
     size = format_bytes(sum(_measure_size(artifacts, artifact_id) for artifact_id in unclaimed))
     if not is_confirmed and not confirm(f"move {len(unclaimed)} artifacts ({size}) to the trash?"):
         raise CommandError("nothing was moved")
     for artifact_id in unclaimed:
         artifacts.discard(artifact_id)
     print(f"moved {len(unclaimed)} artifacts ({size}) to the trash; the server removes them after --trash-retention-s")
-    return 0
