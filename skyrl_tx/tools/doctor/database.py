@@ -5,7 +5,6 @@ import sqlite3
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, create_engine, text
@@ -28,14 +27,6 @@ _MAX_CLOCK_GAP_S = 5.0
 _SIZE_QUERY = "SELECT pg_database_size(current_database())"
 _UPGRADE = "take a backup, then start the server"
 _DATABASE_FIRST = "do what this command says about the database, then run it again"
-
-
-@dataclass(frozen=True, slots=True)
-class _DatabaseDescription:
-    """The schema of a database, and the findings about the database system."""
-
-    schema: Schema
-    findings: tuple[Finding, ...]
 
 
 def check_database(subject: ExaminedServer) -> Iterator[Finding]:
@@ -65,8 +56,9 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
             yield ok("database", f"{settings.data_dir} has no database yet; the first start creates it")
         return
 
-    yield from described.findings
-    yield from _check_version(described.schema)
+    schema, findings = described
+    yield from findings
+    yield from _check_version(schema)
 
 
 def is_current(settings: ServerSettings) -> bool:
@@ -75,7 +67,7 @@ def is_current(settings: ServerSettings) -> bool:
         described = _describe(settings)
     except (DBAPIError, StoreError, OSError, ImportError):
         return False
-    return described is not None and described.schema.is_usable
+    return described is not None and described[0].is_usable
 
 
 def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
@@ -95,8 +87,8 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
             "create API keys and omit --no-auth",
         )
 
-    # Without a database, there are no keys.
-    elif store is None and _has_database(settings):
+    # Without a database, there are no keys. PostgreSQL counts as a database, even if it is empty.
+    elif store is None and ((path := _find_sqlite(settings)) is None or path.is_file()):
         yield warning("access", f"{address}: the database was not opened, so its keys are not known", _DATABASE_FIRST)
     elif store is None or not store.read(has_key):
         yield error(
@@ -116,27 +108,24 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
         )
 
 
-def _describe(settings: ServerSettings) -> _DatabaseDescription | None:
-    """Describe the database, or return None if it does not exist yet. Raises the errors of the database driver."""
-    if settings.store_url is not None and not settings.store_url.startswith("sqlite"):
+def _describe(settings: ServerSettings) -> tuple[Schema, list[Finding]] | None:
+    """Return the schema of the database and findings about the database system, or None if it does not exist yet.
+
+    Raises the errors of the database driver.
+    """
+    if (path := _find_sqlite(settings)) is None:
         return _describe_postgresql(settings)
-    path = _get_sqlite_path(settings)
     return _describe_sqlite(path) if path.is_file() else None
 
 
-def _has_database(settings: ServerSettings) -> bool:
-    """Return whether there is a database. PostgreSQL counts as one, even if it is empty."""
-    is_sqlite = settings.store_url is None or settings.store_url.startswith("sqlite")
-    return not is_sqlite or _get_sqlite_path(settings).is_file()
-
-
-def _get_sqlite_path(settings: ServerSettings) -> Path:
+def _find_sqlite(settings: ServerSettings) -> Path | None:
+    """Return the path of the SQLite database, or None if the database is PostgreSQL."""
     if settings.store_url is None:
         return settings.data_dir / DATABASE_NAME
-    return Path(parse_url(settings.store_url).database or "")
+    return Path(parse_url(settings.store_url).database or "") if settings.store_url.startswith("sqlite") else None
 
 
-def _describe_sqlite(path: Path) -> _DatabaseDescription:
+def _describe_sqlite(path: Path) -> tuple[Schema, list[Finding]]:
     engine = create_engine(
         f"sqlite:///{path}", creator=lambda: sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
     )
@@ -158,16 +147,15 @@ def _describe_sqlite(path: Path) -> _DatabaseDescription:
                 "a program has been reading the database for a long time: find it with `fuser`, or restart the server",
             )
         )
-    return _DatabaseDescription(schema, tuple(findings))
+    return schema, findings
 
 
-def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
+def _describe_postgresql(settings: ServerSettings) -> tuple[Schema, list[Finding]]:
     url = parse_url(settings.store_url or "").set(drivername="postgresql+psycopg")
     engine = create_engine(url.set(query={"connect_timeout": "5", **url.query}))
     try:
         with engine.connect() as connection:
-            findings = tuple(_examine_postgresql(connection, _describe_url(settings)))
-            return _DatabaseDescription(read_schema(connection), findings)
+            return read_schema(connection), list(_examine_postgresql(connection, _describe_url(settings)))
     finally:
         engine.dispose()
 
