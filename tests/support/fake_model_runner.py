@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.model_runner import PromptChunk
 from skyrl_tx.backends.jax.sample.programs import ENDED
-from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, MAX_STOPS, RunningSample, SampleKey
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, MAX_STOPS, BlockTableRow, RunningSample, SampleKey
 from skyrl_tx.backends.jax.sample.slice_rows import RowTokens
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.batches import SampleRequest

@@ -8,7 +8,7 @@ prompts with equal beginnings share all whole chunks.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -126,15 +126,14 @@ class PrefillShapes:
             yield min(size if size <= FIRST_CHUNK else 2 * size, max_length)
 
 
-def make_tiles(num_slots: int) -> Sequence[range]:
-    """Return tiles of neighbouring batch slots, or rows.
+def get_tile_size(num_rows: int) -> int:
+    """Return how many neighbouring rows are a tile. `num_rows` is a multiple of it.
 
-    The slots of a tile share an adapter where possible. If there are up to TILE slots, each is a
-    tile, so that one tile never holds all of multiple slots. XLA on CPU would compute a single tile
+    The rows of a tile share an adapter where possible. If there are up to TILE rows, each is a
+    tile, so that one tile never holds all of multiple rows. XLA on CPU would compute a single tile
     as a plain matrix product, with another order of sums.
     """
-    size = math.gcd(num_slots, TILE) if num_slots > TILE else 1
-    return [range(first, first + size) for first in range(0, num_slots, size)]
+    return math.gcd(num_rows, TILE) if num_rows > TILE else 1
 
 
 @dataclass(frozen=True, slots=True)

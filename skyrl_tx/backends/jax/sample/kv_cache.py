@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.prompt_scores import ScoredChunk, ScoredChunks, ScoreKind
+from skyrl_tx.backends.jax.sample.running_sample import BlockTableRow
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -36,6 +36,55 @@ from skyrl_tx.contract.ids import SamplerId
 
 EMPTY = 0
 """The page, and the state slot, that stays zero. It is copied over another one to clear it."""
+
+
+class FreeList:
+    """A pool of the numbers 1 to `size` - 1, with reference counts.
+
+    Number 0, the empty page, is never allocated.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = list(range(size - 1, 0, -1))
+        self._references = [0] * size
+
+    @property
+    def num_free(self) -> int:
+        """How many numbers have no holder."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """How many numbers have a holder."""
+        return len(self._references) - 1 - len(self._free)
+
+    def count_references(self, number: int) -> int:
+        """Return how many holders a number has."""
+        return self._references[number]
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` free numbers, each with one holder. There must be enough."""
+        assert count <= len(self._free), f"{count} of {len(self._free)} free ones"
+        first = len(self._free) - count
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        for number in taken:
+            self._references[number] = 1
+        return taken
+
+    def add_references(self, numbers: Iterable[int]) -> None:
+        """Add a holder to each number."""
+        for number in numbers:
+            self._references[number] += number > 0
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Remove a holder from each number. A number without a holder is free."""
+        for number in numbers:
+            if number > 0:
+                assert self._references[number] > 0, f"{number} is free already"
+                self._references[number] -= 1
+                if not self._references[number]:
+                    self._free.append(number)
 
 
 class KVCache:

@@ -20,26 +20,36 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import fetch, is_distributed
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
-from skyrl_tx.backends.jax.sample.compared_rows import ComparedRows
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
 from skyrl_tx.backends.jax.sample.logit_adjustment import make_adjustment
-from skyrl_tx.backends.jax.sample.program_shapes import FIRST_ROWS, ProgramShapes
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, iter_copy_arguments, make_draw_params
-from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
+from skyrl_tx.backends.jax.sample.row_inputs import (
+    FIRST_ROWS,
+    ProgramShapes,
+    RowInputs,
+    iter_copy_arguments,
+    make_draw_params,
+)
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, BlockTableRow, RunningSample, get_max_tokens
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK, SamplerPool
 from skyrl_tx.backends.jax.sample.slice_parts import PlannedPart, SliceDivider, estimate_compilation_cost
-from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, make_noise
+from skyrl_tx.backends.jax.sample.slice_rows import (
+    ComparedRows,
+    DispatchedSlice,
+    RowCounts,
+    SlicePart,
+    SliceRows,
+    make_noise,
+)
 from skyrl_tx.backends.jax.shapes import (
     FIRST_CHUNK,
     MAX_PROMPTS_TOGETHER,
     PrefillShapes,
     SampleMemory,
+    get_tile_size,
     iter_ascending,
-    make_tiles,
     next_power_of_two,
 )
 from skyrl_tx.contract.arrays import Int32Array
@@ -122,7 +132,8 @@ class ModelRunner:
         """Whether a slice may be dispatched before the previous slice is read."""
         self.prefers_few_rows = self._is_single_cpu
         """Whether a slice with fewer rows takes much less time."""
-        self._cache: Cache = describe_cache(self._params, model, memory.num_pages, memory.num_states, memory.page)
+        self.cache: Cache = describe_cache(self._params, model, memory.num_pages, memory.num_states, memory.page)
+        """The KV cache. It consists of shapes until it is allocated."""
 
     # Weights and cache
 
@@ -133,12 +144,7 @@ class ModelRunner:
     def allocate_cache(self, memory: SampleMemory) -> None:
         """Allocate an empty cache for all shards."""
         self.memory = memory
-        self._cache = make_empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
-
-    @property
-    def cache(self) -> Cache:
-        """The KV cache. It consists of shapes until it is allocated."""
-        return self._cache
+        self.cache = make_empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context for prefill and decode. On CPU, no likely program is compiled meanwhile."""
@@ -153,7 +159,7 @@ class ModelRunner:
         """
         for arguments in iter_copy_arguments(pages, states, shard, self._num_shards):
             with programs.detect_loss(self.cache):
-                self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
+                self.cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
 
     @property
     def _shapes(self) -> ProgramShapes:
@@ -166,12 +172,12 @@ class ModelRunner:
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
-    def _count_rows_per_shard(self, chunks: Sequence[PromptChunk]) -> int:
-        """Return how many rows a shard uses for these chunks: all that it may use, or 1.
+    def _count_prefill_rows(self, num_prompts: int) -> int:
+        """Return the number of rows of a prefill: all that each shard may use, or one for each shard.
 
-        With at most half of the rows in use, computing the chunks one after another is cheaper.
+        With at most half of the rows in use, computing the prompts one after another is cheaper.
         """
-        return self.prompts_of_shard if len(chunks) > self.prompts_of_shard // 2 else 1
+        return self._num_shards * (self.prompts_of_shard if num_prompts > self.prompts_of_shard // 2 else 1)
 
     def prefill(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
         """Compute up to `prompts_of_shard` chunks on each shard, padded to `padded` tokens.
@@ -179,7 +185,7 @@ class ModelRunner:
         Writes keys and values into the pages of the prompts, and returns the hidden state of the
         last token of each chunk. Raises BackendLost if the cache is lost.
         """
-        num_rows = self._num_shards * self._count_rows_per_shard(chunks)
+        num_rows = self._count_prefill_rows(len(chunks))
         if num_rows == 1 and len(chunks) > 1:
             return [last for chunk in chunks for last in self.prefill([chunk], padded)]
 
@@ -199,7 +205,7 @@ class ModelRunner:
             adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
 
         with programs.detect_loss(self.cache):
-            hidden_BTD, last_hidden, self._cache = programs.prefill(
+            hidden_BTD, last_hidden, self.cache = programs.prefill(
                 self._params,
                 self._model,
                 pool,
@@ -309,20 +315,17 @@ class ModelRunner:
         pool = self.pool.gather(rows.adapters, rank) if rank else None
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
         live, num_run, result = self._run_decode_steps(pool, opened, batch, num_steps)
-        self._cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
+        self.cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
         return result
 
     def _run_decode_steps(
         self, pool: Adapter | None, opened: DecodeSliceCache, batch: RowBatch, num_steps: int
     ) -> tuple[programs.Live, jax.Array, SliceResult]:
-        params, past, topk = self._get_params_by_layer(), replace(opened, live=()), self._config.max_topk_logprobs
+        params = self._by_layer = self._by_layer or programs.by_layer(self._params, self._model)
+        past, topk = replace(opened, live=()), self._config.max_topk_logprobs
         return programs.run_rows(
             params, self._model, pool, past, opened.live, batch, np.int32(num_steps), max_topk=topk
         )
-
-    def _get_params_by_layer(self) -> DecoderParams:
-        self._by_layer = self._by_layer or programs.by_layer(self._params, self._model)
-        return self._by_layer
 
     def _make_rows_program(self, part: PlannedPart) -> Program:
         pool = self.pool.gather(part.rows.adapters, part.rank) if part.rank else None
@@ -345,7 +348,7 @@ class ModelRunner:
         )
         opened = replace(opened, past=make_noise(opened.past), live=make_noise(opened.live))
 
-        adapters, pool = [BASE_SLOT] * len(make_tiles(count)), None
+        adapters, pool = [BASE_SLOT] * (count // get_tile_size(count)), None
         if rank:
             pool = self.pool.gather(adapters, rank)
             pool = pool.replace(rows=make_noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
@@ -362,7 +365,7 @@ class ModelRunner:
         is_adjusted = batch.adjustment is not None
         self._wait_for_program(*rows.make_key(is_adjusted=is_adjusted))
         arguments, static = self._make_slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
-        self._cache, last_R, result = programs.decode_slice(*arguments, **static)
+        self.cache, last_R, result = programs.decode_slice(*arguments, **static)
         if not is_adjusted:  # the host reads the tokens of an adjusted slice before the next one
             self._last_R = last_R
         return result
@@ -394,8 +397,7 @@ class ModelRunner:
         for any_adapter in sorted({request.sampler is not None for request in requests}):
             group = [request for request in requests if (request.sampler is not None) == any_adapter]
             rank = self.pool.get_rank([BASE_SLOT + any_adapter])
-            together = self.prompts_of_shard if len(group) > self.prompts_of_shard // 2 else 1
-            num_rows = self._num_shards * together
+            num_rows = self._count_prefill_rows(len(group))
 
             # Prefill, then decode slices if all samples share an adapter.
             for request in group:

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.kv_cache import ComputedPrompt, KVCache, PromptSource
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner, PromptChunk
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores, are_reusable
-from skyrl_tx.backends.jax.sample.running_sample import RunningSample, SampleKey, get_max_tokens
+from skyrl_tx.backends.jax.sample.running_sample import BlockTableRow, RunningSample, SampleKey, get_max_tokens
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId

@@ -1,10 +1,9 @@
-"""The record of a running sample."""
+"""The record of a running sample, with the pages that it uses."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -25,6 +24,20 @@ SampleKey = tuple[RequestId, int]
 """A request and the index of a sample in it."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class BlockTableRow:
+    """A row of the block table: the pages and the state slot of one prompt or sample.
+
+    Page i holds the positions from `i * page_size` on. Only the last page is ever written, and only
+    if it is neither full nor shared. Numbers count within the shard.
+    """
+
+    pages: list[int]
+    state: int = 0
+    """The slot of its state of fixed size; 0 for models without state."""
+    shard: int = 0
 
 
 def get_max_tokens(request: SampleRequest) -> int:

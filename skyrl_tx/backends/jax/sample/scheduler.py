@@ -26,9 +26,8 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_single_host
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner, PromptChunk
 from skyrl_tx.backends.jax.sample.prefill import Prefill, PrefillQueue
-from skyrl_tx.backends.jax.sample.prompt_choice import PromptChooser, ShardPrefill
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample, get_max_kv_length, get_max_tokens
-from skyrl_tx.backends.jax.sample.shard import SampleShard
+from skyrl_tx.backends.jax.sample.shard import PromptChooser, SampleShard, ShardPrefill
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest

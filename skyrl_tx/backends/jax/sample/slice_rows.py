@@ -5,28 +5,34 @@ running samples, so that unused rows cost little.
 
 On a single CPU device, a row has the same bits for every row count in use. XLA may sum in a
 different order for some counts, so each count is compared with the largest one, on the same
-numbers, before its first use. A file remembers the comparisons (see `compared_rows`). On other
+numbers, before its first use. A file remembers the comparisons (see `ComparedRows`). On other
 devices, nothing is compared. With float32 there is only one row count. With bfloat16 there are a
 few, because bits depend on other samples anyway.
 
 Legend: S rows, N steps, K top tokens.
 """
 
+import hashlib
 import itertools
+import json
 import logging
+import os
+import platform
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from skyrl_tx.backends.jax.compiler import replace_json
 from skyrl_tx.backends.jax.devices import fetch
-from skyrl_tx.backends.jax.sample.compared_rows import ComparedRows
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
-from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two
+from skyrl_tx.backends.jax.shapes import get_tile_size, next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.logit_adjuster import LogitAdjuster
 from skyrl_tx.contract.results import TopK
@@ -49,7 +55,60 @@ MIN_ROWS = 8
 Measured with 30M parameters, ms per step: 2 rows 16, 4 rows 19, 8 rows 21, 16 rows 26, 64 rows 59.
 """
 
+_PRODUCT = Path(__file__).parents[3]
+_SOURCES = "backends/jax", "layers", "models"
+"""The folders with the code of programs."""
+_CPUINFO = Path("/proc/cpuinfo")
+
 log = logging.getLogger(__name__)
+
+
+class ComparedRows:
+    """A file that says, for each comparison, whether both row counts gave the same bits.
+
+    The file belongs to one setup: the model, the settings, the code, the versions of JAX and the CPU.
+    """
+
+    def __init__(self, directory: Path, *setup: object) -> None:
+        """`setup` is everything that changes a program on this machine, with a stable `repr`."""
+        texts = (repr(setup), *_describe_machine(), _hash_sources())
+        name = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+        self._path = directory / "compared_rows" / f"{name}.json"
+
+    def read(self) -> dict[str, bool]:
+        """Return all comparisons by name; none if there is no valid file."""
+        try:
+            content = json.loads(self._path.read_text())
+            return {str(name): agrees for name, agrees in content.items() if isinstance(agrees, bool)}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def write(self, comparisons: Mapping[str, bool]) -> None:
+        """Replace the file."""
+        try:
+            replace_json(self._path, comparisons)
+        except OSError as error:
+            log.warning("cannot write which row counts were compared, so the next start compares them: %s", error)
+
+
+def _describe_machine() -> list[str]:
+    """Return what XLA compiles CPU programs for: versions, flags, instructions and cores."""
+    cpu = ""
+    with suppress(OSError):
+        cpu = _CPUINFO.read_text().split("\n\n")[0]
+    lines = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features"))]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = (f"{name} {version(name)}" for name in ("jax", "jaxlib"))
+    return [*versions, platform.machine(), *lines, f"{cores} cores", os.environ.get("XLA_FLAGS", "")]
+
+
+def _hash_sources() -> str:
+    """Return a hash of the code of all programs."""
+    content = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((_PRODUCT / folder).rglob("*.py")):
+            content.update(path.relative_to(_PRODUCT).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()
 
 
 class RowCounts:
@@ -184,7 +243,7 @@ class SliceRows:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
 
         # Use tiles of one row if the shards cannot be cut into tiles, or if too few rows are left.
-        size, rows_per_shard = len(make_tiles(count)[0]), count // num_shards
+        size, rows_per_shard = get_tile_size(count), count // num_shards
         if merges or rows_per_shard % size:
             size = 1
         by_tile = [_pad_to_tiles(part, size) for part in by_shard]
@@ -219,7 +278,7 @@ class SliceRows:
                 for number in _list_adapter_counts(count, max_adapters):
                     yield cls(rows, (adapter,) * number, (0,) * count)
             return
-        num_tiles = len(make_tiles(count))
+        num_tiles = count // get_tile_size(count)
         for number in sorted({num_tiles, count}) if adapter != BASE_SLOT else [num_tiles]:
             yield cls(rows, (adapter,) * number)
 
@@ -315,3 +374,6 @@ class DispatchedSlice:
             if topk is not None and (k := sample.request.options.sample_topk):
                 sample_topk = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())
             yield sample, start, tokens_N, logprobs_N, is_stopped, sample_topk
+
+
+log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ micro-batches.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from itertools import chain, groupby
 from typing import Any
 
 import jax
+import numpy as np
 from typing_extensions import override
 
 from skyrl_tx import models
@@ -24,14 +25,14 @@ from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train.custom_losses import CustomLossPrograms, LossShape
-from skyrl_tx.backends.jax.train.expert_metrics import compute_expert_metrics
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms
 from skyrl_tx.backends.jax.train.training_state import TrainingState, TrainingStates, make_zero_gradient
+from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import MemoryExhausted
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.results import SHARED_TOKENS, PassResult
+from skyrl_tx.contract.results import SHARED_TOKENS, Metrics, PassResult
 from skyrl_tx.layers.lora import AdapterWeights
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.losses import LOSSES
@@ -432,3 +433,33 @@ def _group_by_request(examples: tuple[PassExample, ...]) -> list[_Request]:
         start += len(members)
     assert len({request.examples[0].request_id for request in requests}) == len(requests), "a request is not adjacent"
     return requests
+
+
+def compute_expert_metrics(micro_batches: Sequence[Sequence[NumberArray]]) -> Metrics:
+    """Return the metrics of a request, or none if its model has no experts.
+
+    Each micro-batch has the counts [layers, E] of each stack of layers: how many tokens each expert
+    received. They are integers and are summed first, so the metrics do not depend on the number of
+    micro-batches or on their order.
+    """
+    # One row of metrics per layer. With perfect balance, each expert of a layer has the same count.
+    rows: list[NumberArray] = []
+    for stack in zip(*micro_batches, strict=True):
+        count_LE = np.sum(stack, axis=0, dtype=np.int64)
+        balance_L1 = count_LE.mean(axis=1, keepdims=True)
+        violation_LE = count_LE / balance_L1 - 1
+        has_tokens_L, is_over_L = (count_LE > 0).mean(axis=1), (count_LE > balance_L1).mean(axis=1)
+        rows.append(np.stack([has_tokens_L, is_over_L, violation_LE.max(axis=1), violation_LE.min(axis=1)], axis=1))
+    if not rows:
+        return {}
+
+    # Average over the layers of all stacks.
+    metrics_L4 = np.concatenate(rows)
+    with_tokens, oversubscribed, max_violation, min_violation = map(float, metrics_L4.mean(axis=0))
+    return {
+        "e_frac_with_tokens:mean": with_tokens,
+        "e_frac_oversubscribed:mean": oversubscribed,
+        "e_max_violation:mean": max_violation,
+        "e_max_violation:max": float(metrics_L4[:, 2].max()),
+        "e_min_violation:mean": min_violation,
+    }

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample import compared_rows
-from skyrl_tx.backends.jax.sample.compared_rows import ComparedRows
-from skyrl_tx.backends.jax.sample.slice_rows import RowCounts
+from skyrl_tx.backends.jax.sample import slice_rows
+from skyrl_tx.backends.jax.sample.slice_rows import ComparedRows, RowCounts
 
 DIFFERENT = 8
 """A row count whose rows have other bits than rows of the largest count."""
@@ -48,7 +47,7 @@ def test_another_setup_is_compared_again(tmp_path: Path, monkeypatch: pytest.Mon
     if changed == "flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     if changed == "code":
-        monkeypatch.setattr(compared_rows, "_hash_sources", lambda: "changed")
+        monkeypatch.setattr(slice_rows, "_hash_sources", lambda: "changed")
     counts, decoded = start(tmp_path, "other model" if changed == "setup" else "model")
     assert counts.is_used(2, 0) and decoded == [2, 16]
 

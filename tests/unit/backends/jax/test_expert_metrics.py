@@ -9,7 +9,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.train.expert_metrics import compute_expert_metrics
+from skyrl_tx.backends.jax.train.passes import compute_expert_metrics
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec

@@ -17,11 +17,10 @@ from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor, get_compilation_monitor
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.model_runner import PromptChunk
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, BlockTableRow, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.sample.slice_rows import RowCounts, SliceRows
 from skyrl_tx.contract.batches import SampleRequest

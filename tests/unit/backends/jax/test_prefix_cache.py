@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
-from skyrl_tx.backends.jax.sample.kv_cache import ComputedPrompt, PrefixCache, PromptSource
+from skyrl_tx.backends.jax.sample.kv_cache import ComputedPrompt, FreeList, PrefixCache, PromptSource
+from skyrl_tx.backends.jax.sample.running_sample import BlockTableRow
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import SamplerId
 

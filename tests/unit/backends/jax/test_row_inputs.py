@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, make_block_table
-from skyrl_tx.backends.jax.sample.running_sample import RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import BlockTableRow, RunningSample
 from skyrl_tx.backends.jax.sample.slice_rows import SliceRows
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.results import SampleDelta

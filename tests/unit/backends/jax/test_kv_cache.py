@@ -2,10 +2,9 @@
 
 import pytest
 
-from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
-from skyrl_tx.backends.jax.sample.kv_cache import KVCache
+from skyrl_tx.backends.jax.sample.kv_cache import FreeList, KVCache
 from skyrl_tx.backends.jax.sample.prefill import PrefillQueue
-from skyrl_tx.backends.jax.sample.running_sample import RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import BlockTableRow, RunningSample
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from tests.support.fake_model_runner import FakeModelRunner
