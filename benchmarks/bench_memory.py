@@ -46,7 +46,7 @@ def make_model(options: argparse.Namespace) -> models.ModelConfig:
     )
 
 
-def make_micro_batch(length: int) -> packing.MicroBatch:
+def make_micro_batch(length: int) -> training.MicroBatch:
     zeros = np.zeros(length, np.int32)
     example = PassExample(
         request_id=RequestId("r"),

@@ -38,7 +38,7 @@ from benchmarks.meters import CompileCounter, Cost, MatmulRate, measure_cost, pe
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import DEFAULT_MICRO_BATCH_TOKENS
+from skyrl_tx.backends.jax.memory_plan import DEFAULT_MICRO_BATCH_TOKENS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId

@@ -20,8 +20,15 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
+from skyrl_tx.backends.jax.memory import (
+    FreeMemory,
+    choose_adapter_slots,
+    count_host_weight_bytes,
+    plan_sample_memory,
+    read_memory_limit,
+)
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
+from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
@@ -112,6 +119,25 @@ def load_model(directory: Path) -> TinyModel:
     return TinyModel(directory=directory, config=config, params=replace(params, layout=layout))
 
 
+def get_free_memory(params: models.DecoderParams, num_bytes: int | None = None) -> FreeMemory:
+    """Return the memory besides the weights. With `num_bytes`, devices report that this much is free."""
+    if num_bytes is not None:
+        return FreeMemory(num_bytes, params.layout, is_reported=True)
+    weight_bytes = count_host_weight_bytes(params)
+    limit = read_memory_limit(params.embed.devices())
+    return FreeMemory.after_weights(
+        params.layout, limit_bytes=limit, weight_bytes=weight_bytes, host_weight_bytes=weight_bytes
+    )
+
+
+def plan_samples(
+    params: models.DecoderParams, model: models.ModelConfig, config: JaxConfig, num_bytes: int | None = None
+) -> SampleMemory:
+    """Return the memory of the KV cache, with the free memory that `get_free_memory` returns."""
+    free = get_free_memory(params, num_bytes)
+    return plan_sample_memory(config, model, free, params.layout, params.embed.dtype.itemsize)
+
+
 def make_model_runner(
     params: models.DecoderParams,
     model: models.ModelConfig,
@@ -119,7 +145,10 @@ def make_model_runner(
     compiler: Compiler[Hashable] | None = None,
 ) -> ModelRunner:
     """Return a runner with the memory that the backend would plan."""
-    memory, num_slots = plan_sample_memory(config, params, model), choose_adapter_slots(config, params, model)
+    memory, num_slots = (
+        plan_samples(params, model, config),
+        choose_adapter_slots(config, model, get_free_memory(params)),
+    )
     return ModelRunner(params, model, config, memory, num_adapter_slots=num_slots, compiler=compiler)
 
 

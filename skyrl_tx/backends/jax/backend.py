@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,13 +19,11 @@ import jax
 from typing_extensions import override
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import checkpoint, devices, mesh
+from skyrl_tx.backends.jax import checkpoint, devices, memory, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, configure_jax, disable_compilation_cache
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
 from skyrl_tx.backends.jax.devices import CompilationMonitor, check_devices, convert_memory_errors
-from skyrl_tx.backends.jax.host_memory import check_weights_fit, warn_if_memory_is_scarce
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels, pad_cached_dims
-from skyrl_tx.backends.jax.memory import get_offload_limit, read_device_memory, read_memory_limit
 from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
 from skyrl_tx.backends.jax.sample.logit_adjustment import list_controls
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
@@ -89,6 +87,7 @@ class JaxBackend(AbstractBackend):
     _memory: ActiveMemoryPlan
     _smallest_rank: int
     _pool: TrainingStates
+    _custom_losses: CustomLossPrograms
     _dispatch_limit: DispatchLimit
 
     def __init__(self, base_model: str, config: JaxFlags) -> None:
@@ -97,7 +96,7 @@ class JaxBackend(AbstractBackend):
         self._is_started = False
         self._compiler: Compiler[Any] | None = None
         self._training_programs: TrainingPrograms | None = None
-        self._custom_losses: CustomLossPrograms | None = None
+        self._compilers = ExitStack()  # closes everything that compiles in the background
 
     @override
     def join_hosts(self, rank: HostRank) -> None:
@@ -112,7 +111,7 @@ class JaxBackend(AbstractBackend):
         try:
             return self._start()
         except BaseException:
-            self._stop_compiling()
+            self._compilers.close()
             raise
 
     def _start(self) -> Capabilities:
@@ -199,8 +198,8 @@ class JaxBackend(AbstractBackend):
             self._model,
             self._dtype,
             platform=mesh.get_platform(layout),
-            limit_bytes=read_memory_limit(all_devices),
-            offload_bytes=get_offload_limit(all_devices),
+            limit_bytes=memory.read_memory_limit(all_devices),
+            offload_bytes=memory.get_offload_limit(all_devices),
         )
         self._memory = ActiveMemoryPlan(self._plan.passes)
         for line in explain_kernels(self._plan.kernels, self._model):
@@ -214,12 +213,13 @@ class JaxBackend(AbstractBackend):
         """
         plan, is_cpu = self._plan, mesh.get_platform(layout) == "cpu"
         plan.check_weights_fit()
-        shapes = make_param_shapes(models.describe_params(self._model), layout, plan.kernels, self._dtype)
         if is_cpu and not devices.is_distributed():
-            check_weights_fit(shapes)
+            memory.check_weights_fit(plan.host_weight_bytes)
+        shapes = make_param_shapes(models.describe_params(self._model), layout, plan.kernels, self._dtype)
 
         if config.compile_threads:
             self._compiler = Compiler(config.compile_threads, self._compilation)
+            self._compilers.callback(self._compiler.close)
         runner = ModelRunner(
             shapes,
             self._model,
@@ -234,6 +234,7 @@ class JaxBackend(AbstractBackend):
 
         # Likely programs
         programs = self._training_programs = TrainingPrograms(shapes, self._model, self._compiler)
+        self._compilers.callback(programs.close)
         sizes = MicroBatchShapes.from_plan(plan.passes, config, programs.layout, plan.shares_prefixes)
         if is_cpu:
             runner.queue_first_samples(sizes.rank)
@@ -262,27 +263,21 @@ class JaxBackend(AbstractBackend):
     def _start_training(self, config: JaxConfig) -> None:
         """Set up what passes need."""
         if self._plan.free_bytes is None:
-            warn_if_memory_is_scarce(self._plan.host_bytes)
+            memory.warn_if_memory_is_scarce(self._plan.host_bytes)
         self._smallest_rank = choose_smallest_rank(config)
         self._pool = TrainingStates(self._plan.max_models)
         self._custom_losses = CustomLossPrograms(
             None if devices.is_distributed() else Compiler[LossShape](0, self._compilation)
         )
+        self._compilers.callback(self._custom_losses.close)
         self._dispatch_limit = DispatchLimit()
 
     def _describe_compilation(self) -> str | None:
         return None if self._compiler is None else self._compiler.progress()
 
-    def _stop_compiling(self) -> None:
-        parts = self._custom_losses, self._training_programs, self._compiler
-        self._custom_losses = self._training_programs = self._compiler = None
-        for part in parts:
-            if part is not None:
-                part.close()
-
     @override
     def close(self) -> None:
-        self._stop_compiling()
+        self._compilers.close()
         if self._is_started:
             del self._params, self._training_params, self._pool, self._scheduler
             self._is_started = False
@@ -305,7 +300,7 @@ class JaxBackend(AbstractBackend):
         return replace(
             self._scheduler.meters(),
             progress=self._describe_compilation(),
-            device_memory=read_device_memory(self._params.embed.devices()),
+            device_memory=memory.read_device_memory(self._params.embed.devices()),
             compilations=compilation.num_compiled,
             compile_seconds=compilation.seconds,
             out_of_memory_retries=limit.num_retries,

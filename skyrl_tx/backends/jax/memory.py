@@ -1,13 +1,15 @@
-"""Plan device memory: micro-batches, KV cache, sampler pool, and models in training.
+"""Plan memory: sampler pool, KV cache and models in training. `memory_plan` plans micro-batches.
 
-`start_plan` calls these functions before anything is allocated, with parameters that stand for the
-arrays that are on the devices at each step: weights, sampler pool, KV cache. Then it plans
-micro-batches and models in training for the memory that is left. The KV cache leaves as much memory
-as training needs to keep the devices busy, see `_count_training_bytes`.
+`start_plan` calls these functions before anything is allocated, with the memory that the arrays of
+earlier steps will leave: weights, sampler pool, KV cache. The KV cache leaves as much memory as
+training needs to keep the devices busy, see `_count_training_bytes`.
 
 Devices such as CPUs do not report their memory. For these, fixed defaults apply, within the share
-of host memory that `host_memory.get_planned_bytes` returns. No plan depends on how much memory is
-free, because results after a restart would then not be bit-equal.
+of host memory that `get_planned_bytes` returns.
+
+No plan depends on how much memory is available at the moment, because another plan would change
+the last bits of results after a restart. If too little is available, the backend refuses to start
+or logs a warning.
 """
 
 import logging
@@ -22,8 +24,6 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import agree_on_minimum, list_local_devices
-from skyrl_tx.backends.jax.host_memory import format_gib, get_planned_bytes
-from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.mesh import count_replicas, make_training_layout
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.training_state import pad_rank
@@ -33,7 +33,7 @@ from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
-from skyrl_tx.process.memory import get_memory_limit
+from skyrl_tx.process.memory import get_memory_limit, read_available_memory
 
 TRAINING_SHARE = 0.55
 """Share of the memory left by weights and KV cache that a micro-batch may take.
@@ -43,6 +43,9 @@ ROW_SHARE = 0.9
 A long example has more tokens than a micro-batch."""
 HOST_SHARE = 0.5
 """Share of host memory that the offloaded inputs of layers may take for one example."""
+PLANNED_SHARE = 0.5
+"""Share of host memory for everything besides the weights, on devices that do not report memory.
+The rest is for compiled programs, temporary memory, other processes, and the file cache."""
 SAMPLE_SHARE, MAX_SAMPLE_SHARE = 0.5, 0.6
 """Share of the memory left by weights and sampler pool for the KV cache, and the largest share.
 It may be smaller if a micro-batch without rematerialization then fits."""
@@ -57,8 +60,6 @@ MIN_ADAPTER_SLOTS = 4
 """
 MAX_MODELS = 64
 """Maximum number of models in training at the same time, unless configured."""
-DEFAULT_MICRO_BATCH_TOKENS = 1024
-"""Tokens of a micro-batch on devices that do not report their memory."""
 DEFAULT_SAMPLE_TOKENS = 65536
 """Maximum number of KV cache positions on devices that do not report their memory."""
 DEFAULT_SLOTS = (256, 128, 64, 32)
@@ -78,51 +79,89 @@ If fewer fit without rematerialization, layers are rematerialized."""
 log = logging.getLogger(__name__)
 
 
-def plan_training_memory(
-    config: JaxConfig,
-    params: models.DecoderParams,
-    model: models.ModelConfig,
-    costs: TrainingCosts | None,
-    *,
-    offload_bytes: int | None = None,
-) -> MemoryPlan:
-    """Choose the memory plan of training, and log it. Configured values take precedence.
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory for arrays that are not planned yet."""
 
-    Call it when weights and KV cache are on the device. `params` has the layout of training, and
-    `costs` is None if the devices do not report their memory. Each device may offload
-    `offload_bytes` to host memory; None means no limit. Raises UserError if `offload` is configured
-    and this is 0.
+    num_bytes: int
+    """Bytes on each device, or on the host if devices do not report their memory."""
+    layout: Layout
+    """How arrays are sharded over separate memories.
+    Devices that do not report their memory share the memory of the host: UNSHARDED."""
+    is_reported: bool
+    """Whether devices report their memory."""
+
+    @classmethod
+    def after_weights(
+        cls, layout: Layout, *, limit_bytes: int | None, weight_bytes: int, host_weight_bytes: int
+    ) -> "FreeMemory":
+        """Return the memory that the weights leave.
+
+        `limit_bytes` and `weight_bytes` are on each device. If the limit is None, devices do not
+        report their memory, and the weights take `host_weight_bytes` of the host.
+        """
+        if limit_bytes is None:
+            return cls(get_planned_bytes(host_weight_bytes), UNSHARDED, is_reported=False)
+        return cls(limit_bytes - weight_bytes, layout, is_reported=True)
+
+    def without(self, num_bytes: int) -> "FreeMemory":
+        """Return the memory that is left after arrays of `num_bytes` on each device.
+
+        In the memory of the host, all kinds of arrays have the same limit, and take memory in time.
+        """
+        return replace(self, num_bytes=self.num_bytes - num_bytes) if self.is_reported else self
+
+    def describe(self) -> str:
+        """Describe the memory for the log."""
+        if self.is_reported:
+            return f"{format_gib(self.num_bytes)} are free"
+        limit = format_gib(get_memory_limit())
+        return f"the plan has {format_gib(self.num_bytes)} besides the weights, of {limit} of memory"
+
+
+def get_planned_bytes(weight_bytes: int) -> int:
+    """Return how many bytes of host memory the plan may use for everything besides the weights.
+
+    On multiple hosts this is the minimum of all hosts, so that all hosts have the same plan.
     """
-    if offload_bytes == 0:
-        if config.offload:
-            raise UserError("--backend-config.offload: these devices cannot copy to host memory; remove this setting")
-        config = config.model_copy(update={"offload": False})
+    limit = get_memory_limit()
+    return agree_on_minimum(max(min(int(PLANNED_SHARE * limit), limit - weight_bytes), 0))
 
-    # Choose the plan.
-    if costs is None:
-        is_cpu = next(iter(params.embed.devices())).platform == "cpu"
-        reason = f"the default {'on a CPU' if is_cpu else 'for a device that does not report its memory'}"
-        plan = make_default_memory_plan(config)
-    else:
-        free = get_free_bytes(params)
-        assert free is not None, "the devices report their memory"
-        plan = choose_training_plan(free, count_model_bytes(config, params, model), costs, config, params.layout)
-        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // count_shards(params.layout)))
-        reason = f"{_describe_free(params, free)}, a token takes {cost / 2**10:.0f} KiB"
 
-    # Log it.
-    configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
-    log.info(
-        "micro-batches of %d tokens, %s: %s%s",
-        plan.micro_batch_tokens,
-        "layers rematerialized" if plan.remat else "results of matrix products kept",
-        reason,
-        f" ({' and '.join(configured)} configured)" if configured else "",
-    )
-    for above, action in ((plan.remat_above, "are rematerialized"), (plan.offload_above, "are offloaded to the host")):
-        if above is not None:
-            log.info("rows of more than %d tokens %s", above * params.layout.num_shards("tokens"), action)
-    return plan
+def count_host_weight_bytes(params: models.DecoderParams) -> int:
+    """Return the bytes that the weights take in host memory. `params` may hold only their shapes.
+
+    The weights of layers count twice, because decoding uses a second copy of them that is split by
+    layer.
+    """
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, params.layers)))
+
+
+def check_weights_fit(weight_bytes: int) -> None:
+    """Raise UserError if weights of this size do not fit into the memory of this host now."""
+    if weight_bytes > (available := read_available_memory()):
+        raise UserError(
+            f"--base-model: its weights take {format_gib(weight_bytes)}, but only {format_gib(available)} of memory "
+            f"are available; this process may use at most {format_gib(get_memory_limit())}. End other programs, or "
+            "choose --backend-config.dtype bfloat16 or a smaller model"
+        )
+
+
+def warn_if_memory_is_scarce(planned_bytes: int) -> None:
+    """Log a warning if less memory is available on this host than the plan may use in time."""
+    if planned_bytes > (available := read_available_memory()):
+        log.warning(
+            "only %s of memory are available, but KV cache and models may take %s in time. Without more "
+            "memory, the kernel may end this process. End other programs, or lower --backend-config.max-sample-tokens "
+            "and --backend-config.max-lora-adapters",
+            format_gib(available),
+            format_gib(planned_bytes),
+        )
+
+
+def format_gib(num_bytes: int) -> str:
+    """Return a number of bytes for messages, for example 1.5 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def get_offload_limit(devices: Collection[Any]) -> int:
@@ -136,86 +175,9 @@ def get_offload_limit(devices: Collection[Any]) -> int:
     return agree_on_minimum(int(HOST_SHARE * get_memory_limit()) // len(local) if can_offload else 0)
 
 
-def find_longest_row(
-    free: int, costs: TrainingCosts, plan: MemoryPlan, layout: Layout, offload_bytes: int | None = None
-) -> int:
-    """Return the length of the longest row, in tokens, for `free` bytes on each device.
-
-    These are the bytes that are left when one model of the highest rank is in training. The row may
-    take ROW_SHARE of them. `layout` is the layout of training. Each device may offload
-    `offload_bytes` to host memory; None means no limit.
-    """
-    remat = plan.longest_row_policy
-    fitting = costs.count_fitting_tokens(ROW_SHARE * free, remat=remat)
-    if remat is RematPolicy.OFFLOAD and offload_bytes is not None:
-        fitting = max(min(fitting, offload_bytes // costs.host_token_bytes), plan.offload_above or 0)
-    return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
-
-
-def make_default_memory_plan(config: JaxConfig) -> MemoryPlan:
-    """Return the memory plan for devices that do not report their memory, as CPUs do not."""
-    offload_above = 0 if config.offload else None
-    tokens = config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    return MemoryPlan(tokens, bool(config.remat or config.offload), offload_above=offload_above)
-
-
 def count_shards(layout: Layout) -> int:
     """Return how many devices share the tokens of a micro-batch, in the layout of training."""
     return layout.num_shards("batch") * layout.num_shards("tokens")
-
-
-def choose_training_plan(
-    free: int, model_bytes: int, costs: TrainingCosts, config: JaxConfig, layout: Layout
-) -> MemoryPlan:
-    """Return the memory plan for `free` bytes on each device, including the policies of long rows.
-
-    `layout` is the layout of training. `model_bytes` are the bytes of one model in training on each
-    device. A long row may use the memory that such a model leaves.
-    """
-    num_shards = count_shards(layout)
-    size = min(TRAINING_SHARE * free, ROW_SHARE * (free - model_bytes))
-    plan = choose_memory_plan(size, costs, config, num_shards=num_shards)
-    return add_long_row_policies(plan, free - model_bytes, costs, config, num_shards=num_shards)
-
-
-def choose_memory_plan(size: float, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
-    """Choose rematerialization, and a micro-batch that takes at most `size` bytes on each device.
-
-    `num_shards` is the number of devices that share the tokens of a micro-batch.
-    """
-
-    def count_tokens(remat: RematPolicy) -> int:
-        fitting = costs.count_fitting_tokens(size, remat=remat)
-        return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
-
-    remat = bool(config.offload or config.remat)
-    if not config.offload and config.remat is None:
-        remat = count_tokens(RematPolicy.SAVE_MATMULS) < SATURATING_TOKENS
-    plan = MemoryPlan(config.micro_batch_tokens or 0, remat, offload_above=0 if config.offload else None)
-    fitting = count_tokens(plan.get_remat_policy(SATURATING_TOKENS))
-    return plan if config.micro_batch_tokens else replace(plan, micro_batch_tokens=fitting * num_shards)
-
-
-def add_long_row_policies(
-    plan: MemoryPlan, free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int
-) -> MemoryPlan:
-    """Return the plan with remat policies for rows that are longer than a micro-batch.
-
-    Such a row has `free` bytes on each device to itself. It gets the fastest policy that fits: no
-    rematerialization, rematerialization, or offloading to the host. If the user has configured
-    `remat` or `offload`, the setting applies to all rows.
-    """
-    micro_batch_tokens = -(-plan.micro_batch_tokens // num_shards)  # on each device
-
-    def count_tokens(remat: RematPolicy) -> int:
-        fitting = max(costs.count_fitting_tokens(ROW_SHARE * free, remat=remat), 0)
-        return max(_round_down(fitting), micro_batch_tokens)
-
-    if not plan.remat and config.remat is None:
-        plan = replace(plan, remat_above=count_tokens(RematPolicy.SAVE_MATMULS))
-    if config.offload is None and config.remat is not False:
-        plan = replace(plan, offload_above=count_tokens(RematPolicy.FULL))
-    return plan
 
 
 def read_device_memory(devices: Collection[Any]) -> tuple[DeviceMemory, ...]:
@@ -236,12 +198,6 @@ def read_memory_limit(devices: Collection[Any]) -> int | None:
     """Return the memory of the smallest device of all hosts; None if devices report none."""
     limit = min((memory.limit_bytes for memory in read_device_memory(devices)), default=None)
     return None if limit is None else agree_on_minimum(limit)
-
-
-def get_free_bytes(params: models.DecoderParams) -> int | None:
-    """Return the memory that planned arrays leave on each device; None if devices report none."""
-    memories = read_device_memory(params.embed.devices())
-    return min((memory.limit_bytes - memory.used_bytes for memory in memories), default=None)
 
 
 def _count_training_bytes(
@@ -266,39 +222,39 @@ def _count_training_bytes(
 
 
 def plan_sample_memory(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: TrainingCosts | None = None
+    config: JaxConfig,
+    model: models.ModelConfig,
+    free: FreeMemory,
+    layout: Layout,
+    itemsize: int,
+    costs: TrainingCosts | None = None,
 ) -> SampleMemory:
     """Choose the size of the KV cache, and log it. Configured values take precedence.
 
-    Call this when the weights are on the device, with the `costs` of training, or None if the devices
-    do not report their memory. The cache never has more pages than all slots together can use.
+    `free` is the memory besides weights and sampler pool, `layout` the layout of sampling, and
+    `itemsize` the bytes of a number in the base weights. `costs` are the costs of training, or None
+    if the devices do not report their memory. The cache never has more pages than all slots
+    together can use.
     """
-    layout, dtype = params.layout, params.embed.dtype
     num_shards = layout.num_shards("batch")
-
-    # How many positions fit? Devices that report no memory share the memory of the host.
-    free = get_free_bytes(params)
-    if free is None:
-        free, num_memories = get_planned_bytes(params), 1
-        cache_bytes = CacheBytes.from_model(model, UNSHARDED, dtype.itemsize)
-        max_tokens, slot_choices = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
-    else:
-        num_memories = num_shards
-        cache_bytes = CacheBytes.from_model(model, layout, dtype.itemsize)
+    cache_bytes = CacheBytes.from_model(model, free.layout, itemsize)
+    max_tokens, slot_choices = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
+    if free.is_reported:
         max_tokens = sys.maxsize
         slot_choices = tuple(num_slots * count_replicas(layout) for num_slots in DEFAULT_SLOTS)
     if config.sample_slots is not None:
         slot_choices = (config.sample_slots,)
 
-    # Leave memory to training.
-    size = SAMPLE_SHARE * free
+    # How many positions fit? Leave memory to training.
+    size = SAMPLE_SHARE * free.num_bytes
     if costs is not None:
         # For each slot: tokens, a quarter more for prefixes, a state, and its copy in a decode slice.
         slot_tokens = SLOT_TOKENS * 5 // 4 + 2 * cache_bytes.state_tokens
         slots_bytes = slot_choices[0] * slot_tokens // num_shards * cache_bytes.position
-        model_bytes, in_training = count_model_bytes(config, params, model), make_training_layout(layout)
-        size = free - _count_training_bytes(free, slots_bytes, model_bytes, costs, config, in_training)
-    fitting = int(max(size, 0)) // cache_bytes.position * num_memories
+        model_bytes, in_training = count_model_bytes(config, model, free.layout), make_training_layout(layout)
+        training_bytes = _count_training_bytes(free.num_bytes, slots_bytes, model_bytes, costs, config, in_training)
+        size = free.num_bytes - training_bytes
+    fitting = int(max(size, 0)) // cache_bytes.position * free.layout.num_shards("batch")
 
     # Choose the number of slots: the first with enough tokens for each, or the last.
     candidates = (
@@ -313,7 +269,7 @@ def plan_sample_memory(
         memory.tokens,
         " (configured)" if config.max_sample_tokens else "",
         memory.prefix_tokens,
-        _describe_free(params, free),
+        free.describe(),
         cache_bytes.position / 2**10,
         f", and the state of a sample {cache_bytes.state / 2**20:.1f} MiB" if cache_bytes.state else "",
     )
@@ -390,88 +346,58 @@ def _find_largest_sample_memory(
 
     if config.max_sample_tokens:
         return make_memory(config.max_sample_tokens)
-    memory = make_memory(max(min(_round_down(fitting), max_tokens), 1))
+    memory = make_memory(max(min(round_down(fitting), max_tokens), 1))
     while memory.tokens > 1 and memory.all_tokens + memory.slice_tokens > fitting:
-        memory = make_memory(_round_down(memory.tokens - 1))
+        memory = make_memory(round_down(memory.tokens - 1))
     return memory
 
 
-def choose_max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def choose_max_models(config: JaxConfig, model: models.ModelConfig, free: FreeMemory) -> int:
     """Choose how many models may be in training at the same time, and log it.
 
-    A configured number takes precedence. Call this when weights and KV cache are on the device.
-    Each model takes memory for the weights, gradient and two moments of its adapter. The estimate
-    assumes the highest rank that a client may request.
+    A configured number takes precedence. `free` is the memory besides weights and KV cache. Each
+    model takes memory for the weights, gradient and two moments of its adapter. The estimate assumes
+    the highest rank that a client may request.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = max(_get_free_memory(params), 0), count_model_bytes(config, params, model)
-    fitting = int(MODEL_SHARE * free / cost) - 1  # an optimizer step or a load has the old and the new state of a model
+    cost = count_model_bytes(config, model, free.layout)
+    fitting = (
+        int(MODEL_SHARE * free.num_bytes / cost) - 1
+    )  # an optimizer step or a load has the old and the new state of a model
     max_models = max(1, min(fitting, MAX_MODELS))
     log.info(
         "%d models in training at the same time: %s, a model of rank %d takes %.1f MiB",
         max_models,
-        _describe_free(params, free),
+        free.describe(),
         config.max_lora_rank,
         cost / 2**20,
     )
     return max_models
 
 
-def count_model_bytes(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def count_model_bytes(config: JaxConfig, model: models.ModelConfig, layout: Layout) -> int:
     """Return the bytes on each device of a model in training with the highest rank.
 
-    These are weights, gradient and two moments.
+    These are weights, gradient and two moments. `layout` is as in `FreeMemory`.
     """
-    return 4 * count_adapter_bytes(model, pad_rank(config.max_lora_rank), get_memory_layout(params))
+    return 4 * count_adapter_bytes(model, pad_rank(config.max_lora_rank), layout)
 
 
-def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def choose_adapter_slots(config: JaxConfig, model: models.ModelConfig, free: FreeMemory) -> int:
     """Return how many adapters the sampler pool has room for at the start (slots).
 
     One of the slots is for the base model. If the configured maximum fits into POOL_SHARE of the
     free memory at the default rank, the pool has that size. The pool then never grows, so loading a
     sampler compiles no program again. Otherwise the number is what fits, but at least
-    MIN_ADAPTER_SLOTS. Call this when the weights are on the device.
+    MIN_ADAPTER_SLOTS. `free` is the memory besides the weights.
     """
     assert config.max_sampler_adapters is not None
-    cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), get_memory_layout(params))
-    return min(
-        1 + config.max_sampler_adapters, max(int(POOL_SHARE * _get_free_memory(params) / cost), MIN_ADAPTER_SLOTS)
-    )
+    cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), free.layout)
+    return min(1 + config.max_sampler_adapters, max(int(POOL_SHARE * free.num_bytes / cost), MIN_ADAPTER_SLOTS))
 
 
-def get_memory_layout(params: models.DecoderParams) -> Layout:
-    """Return how arrays are sharded over separate memories.
-
-    Devices that do not report their memory share the memory of the host, so for these the result is
-    UNSHARDED.
-    """
-    return UNSHARDED if get_free_bytes(params) is None else params.layout
-
-
-def _get_free_memory(params: models.DecoderParams) -> int:
-    """Return the free memory of the fullest device, or of the host if devices report none."""
-    reported = get_free_bytes(params)
-    return get_planned_bytes(params) if reported is None else reported
-
-
-def count_planned_bytes(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, samples: SampleMemory, max_models: int
-) -> int:
-    """Return how many bytes KV cache and models in training may take in the memory of a host."""
-    cache = CacheBytes.from_model(model, UNSHARDED, params.embed.dtype.itemsize)
-    return cache.count(samples) + max_models * count_model_bytes(config, params, model)
-
-
-def _describe_free(params: models.DecoderParams, free: int) -> str:
-    """Describe `free` bytes for the log: free memory of a device, or the planned share of a host's memory."""
-    if get_free_bytes(params) is not None:
-        return f"{format_gib(free)} are free"
-    return f"the plan has {format_gib(free)} besides the weights, of {format_gib(get_memory_limit())} of memory"
-
-
-def _round_down(size: int) -> int:
+def round_down(size: int) -> int:
     """Round `size` down to three significant bits, for example 1000 to 896.
 
     So the shapes stay the same if slightly less memory is free at the next start.

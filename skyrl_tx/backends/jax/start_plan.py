@@ -24,28 +24,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.host_memory import count_host_weight_bytes, format_gib
 from skyrl_tx.backends.jax.kernel_choice import can_share_prefixes, choose_kernels, count_moe_layers
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
+    FreeMemory,
     choose_adapter_slots,
     choose_max_models,
+    count_host_weight_bytes,
     count_model_bytes,
-    count_planned_bytes,
     count_shards,
-    find_longest_row,
-    get_free_bytes,
-    get_memory_layout,
+    format_gib,
     plan_sample_memory,
-    plan_training_memory,
 )
-from skyrl_tx.backends.jax.memory_plan import MemoryPlan
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan, find_longest_row, plan_training_memory
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, iter_ascending
 from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
 from skyrl_tx.backends.jax.train.shared_prefixes import SHARING_VERSION
-from skyrl_tx.backends.jax.train.training_programs import TrainingPrograms
+from skyrl_tx.backends.jax.train.training_programs import TrainingPrograms, make_param_shapes
 from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import (
     DEFAULT_RANK,
@@ -61,7 +58,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.layers.kernels.registry import Kernels
-from skyrl_tx.layers.parameter import Parameter, flatten, map_named
+from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 
@@ -180,34 +177,30 @@ def plan_start(
     """
     config = config.with_platform_defaults(platform)
     kernels = choose_kernels(config, platform, dtype)
-    described = models.describe_params(model)
-    weight_bytes = count_bytes_per_device(described, layout, dtype)
+    in_training = mesh.make_training_layout(layout)
 
-    def make_params(used: int) -> models.DecoderParams:
-        devices = frozenset({_PlannedDevice(platform, limit_bytes, used)})
-        planned = map_named(lambda _, parameter: _PlannedArray(parameter, dtype, devices), described)
-        return replace(planned, layout=layout, kernels=kernels)
+    # Weights
+    described = models.describe_params(model)
+    params = make_param_shapes(described, layout, kernels, dtype)
+    weight_bytes, host_weight_bytes = count_bytes_per_device(described, layout, dtype), count_host_weight_bytes(params)
+    free = besides_weights = FreeMemory.after_weights(
+        layout, limit_bytes=limit_bytes, weight_bytes=weight_bytes, host_weight_bytes=host_weight_bytes
+    )
 
     # Sampler pool
-    params = make_params(weight_bytes)
-    free = get_free_bytes(params)
-    num_slots = choose_adapter_slots(config, params, model)
+    num_slots = choose_adapter_slots(config, model, free)
     pool_rank = LOWEST_RANK
-    if config.warmup or limit_bytes is not None:  # samplers of the default rank then find their memory and programs
+    if config.warmup or free.is_reported:  # samplers of the default rank then find their memory and programs
         pool_rank = pad_rank(min(DEFAULT_RANK, config.max_lora_rank))
-    pool_bytes = num_slots * count_adapter_bytes(model, pool_rank, get_memory_layout(params))
+    pool_bytes = num_slots * count_adapter_bytes(model, pool_rank, free.layout)
+    free = free.without(pool_bytes)
 
-    # Costs of training: the KV cache leaves memory for them
-    in_training, costs = mesh.make_training_layout(layout), None
-    if free is not None:
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        costs = estimate_costs(replace(shapes, layout=in_training), model, platform)
-
-    # KV cache
-    params = make_params(weight_bytes + pool_bytes)
-    samples = plan_sample_memory(config, params, model, costs)
-    cache = CacheBytes.from_model(model, get_memory_layout(params), dtype.itemsize)
+    # KV cache. It leaves memory for training.
+    costs = estimate_costs(replace(params, layout=in_training), model, platform) if free.is_reported else None
+    samples = plan_sample_memory(config, model, free, layout, dtype.itemsize, costs)
+    cache = CacheBytes.from_model(model, free.layout, dtype.itemsize)
     kv_bytes = cache.count(samples) // layout.num_shards("batch")
+    free = free.without(kv_bytes)
 
     # Decode slices
     num_rows = samples.num_rows // layout.num_shards("batch")
@@ -219,31 +212,27 @@ def plan_start(
     )
 
     # Training
-    params = make_params(weight_bytes + pool_bytes + kv_bytes)
-    model_bytes = count_model_bytes(config, params, model)
-    trained = replace(params, layout=in_training)
-    passes = plan_training_memory(config, trained, model, costs, offload_bytes=offload_bytes)
+    model_bytes = count_model_bytes(config, model, free.layout)
+    passes = plan_training_memory(
+        config, free, model_bytes, in_training, costs, platform=platform, offload_bytes=offload_bytes
+    )
     pass_bytes, longest, offloaded_bytes = 0, None, 0
-    left = get_free_bytes(params)
-    if left is not None and costs is not None:
+    if costs is not None:
         tokens = -(-passes.micro_batch_tokens // count_shards(in_training))
         pass_bytes = costs.count_micro_batch_bytes(tokens, remat=passes.get_remat_policy(tokens))
-        longest = find_longest_row(left - model_bytes, costs, passes, in_training, offload_bytes)
+        longest = find_longest_row(free.num_bytes - model_bytes, costs, passes, in_training, offload_bytes)
         if passes.longest_row_policy is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token_bytes * tokens if tokens > (passes.offload_above or 0) else 0
-
-    # Models in training, and the plan in host memory
-    max_models = choose_max_models(config, params, model)
-    host_bytes = count_planned_bytes(config, params, model, samples, max_models)
+    max_models = choose_max_models(config, model, free)
 
     return StartPlan(
-        num_parameters=sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values()),
+        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         dtype=dtype.name,
         kernels=kernels,
         shares_prefixes=not layout.is_sharded and can_share_prefixes(kernels, model),
         weight_bytes=weight_bytes,
-        free_bytes=free,
+        free_bytes=besides_weights.num_bytes if besides_weights.is_reported else None,
         num_adapter_slots=num_slots,
         pool_rank=pool_rank,
         pool_bytes=pool_bytes,
@@ -259,8 +248,8 @@ def plan_start(
         max_models=max_models,
         model_bytes=model_bytes,
         # Host memory, if devices report none
-        host_weight_bytes=count_host_weight_bytes(params),
-        host_bytes=host_bytes,
+        host_weight_bytes=host_weight_bytes,
+        host_bytes=cache.count(samples) + max_models * model_bytes,
     )
 
 
@@ -270,31 +259,6 @@ def count_bytes_per_device(described: models.DecoderParams, layout: Layout, dtyp
         int(np.prod(mesh.get_parameter_sharding(layout, parameter).shard_shape(parameter.shape))) * dtype.itemsize
         for parameter in flatten(described).values()
     )
-
-
-class _PlannedDevice:
-    """A device with `used` allocated bytes, and the attributes that `memory` reads."""
-
-    def __init__(self, platform: str, limit: int | None, used: int) -> None:
-        self.platform, self.id, self.process_index = platform, 0, jax.process_index()
-        self._limit = limit
-        self._used = used
-
-    def memory_stats(self) -> dict[str, int] | None:
-        return None if self._limit is None else {"bytes_limit": self._limit, "bytes_in_use": self._used}
-
-
-class _PlannedArray:
-    """An array on planned devices: shape, type and size, but no values."""
-
-    def __init__(self, parameter: Parameter, dtype: np.dtype, devices: frozenset[_PlannedDevice]) -> None:
-        self.shape, self.dtype = parameter.shape, np.dtype(np.float32) if parameter.is_float32 else dtype
-        self.size = int(np.prod(parameter.shape))
-        self.nbytes = self.size * self.dtype.itemsize
-        self._devices = devices
-
-    def devices(self) -> frozenset[_PlannedDevice]:
-        return self._devices
 
 
 def warm_up(

@@ -48,20 +48,6 @@ _MAX_PROGRAMS = 128
 """How many compiled programs are kept that no pass needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class CustomLossValue:
-    """The custom loss of one example."""
-
-    loss: float
-    metrics: dict[str, float]
-    gradient: Float32Array
-    """d loss / d logprob, in the shape of the log-probabilities: [T] or [T, K]."""
-
-    def to_result(self, logprobs: Float32Array) -> PassResult:
-        """Return the result of the example."""
-        return PassResult(logprobs=logprobs, sums={"loss": self.loss}, metrics=self.metrics)
-
-
 def as_cross_entropy(example: PassExample, gradient: Float32Array | None = None) -> PassExample:
     """Return an example with a cross-entropy loss whose d loss / d logprob is `gradient`.
 
@@ -174,10 +160,11 @@ class CustomLossPrograms:
 
     def evaluate(
         self, shapes: Sequence[LossShape], examples: Sequence[PassExample], logprobs: Sequence[Float32Array]
-    ) -> list[CustomLossValue]:
+    ) -> list[tuple[PassResult, Float32Array]]:
         """Compute the custom loss of examples of a request from log-probabilities [T] or [T, K].
 
-        `shapes` is the result of `list_shapes`, and the programs must be ready. The padded shape of
+        Returns the result of each example, and d loss / d logprob in the shape of its
+        log-probabilities. `shapes` is the result of `list_shapes`, and the programs must be ready. The padded shape of
         an example depends only on the example itself, so results are batch-invariant.
         """
         loss = examples[0].custom
@@ -188,7 +175,7 @@ class CustomLossPrograms:
             by_shape[shape].append(index)
 
         # Evaluate the examples of each shape in chunks of a fixed size.
-        values: dict[int, CustomLossValue] = {}
+        values: dict[int, tuple[PassResult, Float32Array]] = {}
         for shape, members in by_shape.items():
             program = self.ready[shape]
             for first in range(0, len(members), shape.chunk_size):
@@ -206,11 +193,11 @@ class CustomLossPrograms:
                 # Read the results without padding.
                 for row, index in enumerate(chunk):
                     region = tuple(slice(size) for size in logprobs[index].shape)
-                    values[index] = CustomLossValue(
-                        float(losses[row]),
-                        {name: float(metric[row]) for name, metric in metrics.items()},
-                        gradients[row][region].copy(),
+                    own_metrics = {name: float(metric[row]) for name, metric in metrics.items()}
+                    result = PassResult(
+                        logprobs=logprobs[index], sums={"loss": float(losses[row])}, metrics=own_metrics
                     )
+                    values[index] = result, gradients[row][region].copy()
         return [values[index] for index in range(len(examples))]
 
 

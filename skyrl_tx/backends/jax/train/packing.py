@@ -13,16 +13,15 @@ If examples begin alike, a row can have their common beginning once, see `shared
 Legend: B rows, T positions, K targets per position, C config columns.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from flax import struct
 
 from skyrl_tx.backends.jax.shapes import next_power_of_two
-from skyrl_tx.backends.jax.train.loss_selection import LOSS_INPUTS, NUM_COLUMNS, get_loss_number
+from skyrl_tx.backends.jax.train.forward_backward import LOSS_INPUTS, NUM_COLUMNS, MicroBatch, get_loss_number
 from skyrl_tx.backends.jax.train.shared_prefixes import PrefixGroup, find_prefix_groups, make_records, pack_rows
 from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
@@ -59,88 +58,12 @@ The states at the ends of the prefixes take memory. At equal length, a row of 1,
 """
 
 
-@struct.dataclass
-class MicroBatch:
-    """The input of one compiled call, as host arrays.
-
-    Padding is zero in all arrays except `start_BT`, so it has no weight in the loss.
-    """
-
-    loss: Any
-    """int32 scalar: the index of the loss in the table of `loss_selection`."""
-    tokens_BT: Any
-    """int32."""
-    start_BT: Any
-    """int32: `start_BT[b, t]` is the position at which the example at position t of row b starts.
-
-    The padding at the end of a row counts as one more example.
-    """
-    num_uses_BT: Any
-    """int32: how many examples have the token at a position; 0 for padding."""
-    targets: Any
-    """int32 [B, T], or [B, T, K] if examples have multiple targets per position."""
-    inputs: dict[str, Any]
-    """The inputs of all losses by name: float32 in the shape of `targets`."""
-    config_BC: Any
-    """float32: the numbers of the loss's config, one column for each."""
-    is_local: bool = struct.field(pytree_node=False)
-    """Whether the loss of a position depends only on the arrays at that position."""
-    prefix: KeyRange | None = None
-    """The shared prefix that each position also attends to, int32 [B, T]. None if nothing is shared."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchPlan:
-    """The shape of one micro-batch, and where its examples are."""
-
-    members: tuple[int, ...]
-    """The index in the request of each example."""
-    rows: tuple[int, ...]
-    """The row of each example."""
-    starts: tuple[int, ...]
-    """For each example, the position in its row of the first token after the shared prefix."""
-    num_rows: int
-    length: int
-    num_targets: int
-    prefixes: tuple[tuple[int, int], ...] = ()
-    """Start and length of the shared prefix of each example. Empty if nothing is shared."""
-
-    def __post_init__(self) -> None:
-        assert 0 < len(self.members) == len(self.starts) == len(self.rows)
-        assert len(self.prefixes) in (0, len(self.members))
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of positions in all rows, padding included."""
-        return self.num_rows * self.length
-
-    @property
-    def num_shared_tokens(self) -> int:
-        """The number of tokens that are not computed, because another example has them."""
-        return sum(number for _, number in self.count_shared_tokens())
-
-    def count_shared_tokens(self) -> Iterator[tuple[int, int]]:
-        """Yield the index of each example, and how many of its tokens are not computed for it."""
-        prefixes = self.prefixes or ((0, 0),) * len(self.members)
-        computed = set[tuple[int, int]]()
-        for index, prefix in zip(self.members, prefixes, strict=True):
-            yield index, prefix[1] if prefix in computed else 0
-            computed.add(prefix)
-
-    def iter_spans(self, sizes: Sequence[int]) -> Iterator["ExampleSpans"]:
-        """Yield the positions of each example. `sizes` has the length of each example, by its index."""
-        prefixes = self.prefixes or ((0, 0),) * len(self.members)
-        sharers = Counter(prefixes)
-        for index, row, start, prefix in zip(self.members, self.rows, self.starts, prefixes, strict=True):
-            shared = slice(prefix[0], sum(prefix))
-            yield ExampleSpans(index, row, shared, slice(start, start + sizes[index] - prefix[1]), sharers[prefix])
-
-
 @dataclass(frozen=True, slots=True)
 class ExampleSpans:
     """The positions of an example in a micro-batch."""
 
     index: int
+    """The index of the example in the request."""
     row: int
     shared: slice
     """The positions of its shared prefix, which may be empty."""
@@ -158,6 +81,43 @@ class ExampleSpans:
         """Return the example's part of an array [B, T, ...]."""
         own = x[self.row, self.own]
         return np.concatenate([x[self.row, self.shared], own]) if self.num_shared else own
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """The shape of one micro-batch, and where its examples are."""
+
+    examples: tuple[ExampleSpans, ...]
+    num_rows: int
+    length: int
+    num_targets: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The index in the request of each example."""
+        return tuple(spans.index for spans in self.examples)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of positions in all rows, padding included."""
+        return self.num_rows * self.length
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether examples share a prefix."""
+        return any(spans.num_shared for spans in self.examples)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """The number of tokens that are not computed, because another example has them."""
+        return sum(number for _, number in self.count_shared_tokens())
+
+    def count_shared_tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield the index of each example, and how many of its tokens are not computed for it."""
+        computed = set[int]()
+        for spans in self.examples:
+            yield spans.index, spans.num_shared if spans.shared.start in computed else 0
+            computed.add(spans.shared.start)
 
 
 def round_up_row_length(size: int) -> int:
@@ -236,24 +196,23 @@ def plan_micro_batches(
     plans: list[MicroBatchPlan] = []
     for (num_targets, *_), order in groups.items():
         row_budget = choose_row_budget(budget // num_rows, num_targets, num_rows)
-        first_plan = len(plans)
+        make_plans = partial(_make_plans, sizes=sizes, num_rows=num_rows, num_targets=num_targets, multiple=multiple)
         rows = _balance(_first_fit(order, sizes, row_budget), order, sizes, row_budget, num_rows)
-        for first in range(0, len(rows), num_rows):
-            is_remainder = num_rows == 1 and 0 < first == len(rows) - 1
-            choose_length = choose_remainder_length if is_remainder else choose_micro_batch_length
-            members = rows[first : first + num_rows]
-            plans.append(_make_plan(members, sizes, row_budget, num_rows, num_targets, multiple, choose_length))
+        chosen = make_plans([[PrefixGroup((index,), 0) for index in row] for row in rows], row_budget)
 
         if shares_prefixes and len(order) > 1 and (prefix_groups := _find_groups(examples, order, row_budget)):
             # Try two maximum lengths: the longest plain row, which takes no more memory, and the whole
             # budget, which may need less padding. The plan with fewer positions wins.
-            plain = plans[first_plan:]
-            limits = {min(max(plan.length for plan in plain), row_budget), row_budget}
+            limits = {min(max(plan.length for plan in chosen), row_budget), row_budget}
             limits = {leave_room_for_states(limit) if keeps_states else limit for limit in limits}
-            choices = [_plan_shared(prefix_groups, sizes, limit, num_targets) for limit in sorted(limits)]
+            choices = [
+                make_plans([row.groups for row in pack_rows(prefix_groups, sizes, limit)], limit)
+                for limit in sorted(limits)
+            ]
             best = min(choices, key=_count_tokens)
-            if _count_tokens(best) <= (1 - _MIN_SAVED_SHARE) * _count_tokens(plain):
-                plans[first_plan:] = best
+            if _count_tokens(best) <= (1 - _MIN_SAVED_SHARE) * _count_tokens(chosen):
+                chosen = best
+        plans += chosen
     return plans
 
 
@@ -272,38 +231,6 @@ def _find_groups(examples: Sequence[PassExample], order: Sequence[int], budget: 
     groups = [PrefixGroup(tuple(candidates[i] for i in group.members), group.length) for group in found]
     grouped = {index for group in groups for index in group.members}
     return [*groups, *(PrefixGroup((index,), 0) for index in order if index not in grouped)] if groups else []
-
-
-def _plan_shared(
-    groups: Sequence[PrefixGroup], sizes: Sequence[int], budget: int, num_targets: int
-) -> list[MicroBatchPlan]:
-    """Plan micro-batches of one row of at most `budget` positions, in which each group shares its prefix."""
-    rows = pack_rows(groups, sizes, budget)
-    plans: list[MicroBatchPlan] = []
-    for row in rows:
-        # Place each prefix, then its suffixes.
-        starts, prefixes, position = dict[int, int](), list[tuple[int, int]](), 0
-        for group in row.groups:
-            prefixes += [(position, group.length)] * len(group.members)
-            position += group.length
-            for index in group.members:
-                starts[index] = position
-                position += sizes[index] - group.length
-
-        # Each row is a micro-batch.
-        choose_length = choose_remainder_length if 1 < len(rows) == len(plans) + 1 else choose_micro_batch_length
-        plans.append(
-            MicroBatchPlan(
-                members=tuple(starts),
-                rows=(0,) * len(starts),
-                starts=tuple(starts.values()),
-                num_rows=1,
-                length=choose_length(position, budget),
-                num_targets=num_targets,
-                prefixes=tuple(prefixes) if any(length for _, length in prefixes) else (),
-            )
-        )
-    return plans
 
 
 def _first_fit(order: list[int], sizes: list[int], budget: int) -> list[list[int]]:
@@ -342,27 +269,36 @@ def _balance(rows: list[list[int]], order: list[int], sizes: list[int], budget: 
     return balanced if max(totals) <= max(budget, sizes[order[0]]) else rows
 
 
-def _make_plan(
-    rows: list[list[int]],
-    sizes: list[int],
+def _make_plans(
+    rows: Sequence[Sequence[PrefixGroup]],
     budget: int,
+    *,
+    sizes: Sequence[int],
     num_rows: int,
     num_targets: int,
     multiple: int,
-    choose_length: Callable[[int, int], int],
-) -> MicroBatchPlan:
-    """Return the plan of a micro-batch with the given rows of example indices."""
-    members = [(index, row) for row, indices in enumerate(rows) for index in indices]
-    starts = [sum(sizes[before] for before in indices[:i]) for indices in rows for i in range(len(indices))]
-    fullest = max(sum(sizes[index] for index in indices) for indices in rows)
-    return MicroBatchPlan(
-        members=tuple(index for index, _ in members),
-        rows=tuple(row for _, row in members),
-        starts=tuple(starts),
-        num_rows=num_rows,
-        length=-(-choose_length(fullest, budget) // multiple) * multiple,
-        num_targets=num_targets,
-    )
+) -> list[MicroBatchPlan]:
+    """Return the plans of micro-batches of `num_rows` of the given rows, whose groups share their prefixes."""
+    plans: list[MicroBatchPlan] = []
+    for first in range(0, len(rows), num_rows):
+        spans, fullest = list[ExampleSpans](), 0
+        for row, groups in enumerate(rows[first : first + num_rows]):
+            # Place each prefix, then the rest of its examples.
+            position = 0
+            for group in groups:
+                shared = slice(position, position + group.length)
+                position = shared.stop
+                for index in group.members:
+                    own = slice(position, position + sizes[index] - group.length)
+                    spans.append(ExampleSpans(index, row, shared, own, len(group.members)))
+                    position = own.stop
+            fullest = max(fullest, position)
+
+        is_remainder = num_rows == 1 and 0 < first == len(rows) - 1
+        choose_length = choose_remainder_length if is_remainder else choose_micro_batch_length
+        length = -(-choose_length(fullest, budget) // multiple) * multiple
+        plans.append(MicroBatchPlan(tuple(spans), num_rows, length, num_targets))
+    return plans
 
 
 def make_empty_micro_batch(
@@ -390,12 +326,12 @@ def make_empty_micro_batch(
 
 def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
     """Return a micro-batch with the planned examples of a request."""
-    first = examples[plan.members[0]]
+    first = examples[plan.examples[0].index]
     loss = LOSSES[first.loss]
     batch = make_empty_micro_batch(
-        plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local, has_prefixes=bool(plan.prefixes)
+        plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local, has_prefixes=plan.has_prefixes
     )
-    for spans in plan.iter_spans([example.tokens.size for example in examples]):
+    for spans in plan.examples:
         example, row, num_shared = examples[spans.index], spans.row, spans.num_shared
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
 
@@ -422,8 +358,8 @@ def read_results(
     plan: MicroBatchPlan, examples: Sequence[PassExample], logprobs: Float32Array, loss: LossOutput
 ) -> Iterator[tuple[int, PassResult]]:
     """Yield index and result of each planned example, from the outputs on the host."""
-    is_policy_gradient = LOSSES[examples[plan.members[0]].loss].spec.is_policy_gradient
-    for spans in plan.iter_spans([example.tokens.size for example in examples]):
+    is_policy_gradient = LOSSES[examples[plan.examples[0].index].loss].spec.is_policy_gradient
+    for spans in plan.examples:
         index, row = spans.index, spans.row
         shape = examples[index].loss_inputs[TARGET_TOKENS].shape
         example_logprobs = spans.read(logprobs)[:, : 1 if len(shape) == 1 else shape[1]]

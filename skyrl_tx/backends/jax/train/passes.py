@@ -119,8 +119,8 @@ class JaxPass(Pass):
         memory: ActiveMemoryPlan,
         limit: DispatchLimit,
         shards: tuple[int, int],
-        programs: TrainingPrograms | None = None,
-        losses: CustomLossPrograms | None = None,
+        programs: TrainingPrograms | None,
+        losses: CustomLossPrograms,
     ) -> None:
         """Plan the micro-batches. Raises UserError if a request needs too many custom programs.
 
@@ -136,7 +136,7 @@ class JaxPass(Pass):
         self._memory = memory
         self._limit = limit
         self._programs = programs
-        self._losses = CustomLossPrograms() if losses is None else losses
+        self._losses = losses
 
         # Plan the micro-batches, and compile what they need.
         self._requester = object()  # identifies this pass for the compilers
@@ -354,7 +354,7 @@ class JaxPass(Pass):
         remat = self._choose_remat(self._memory_plan, plan.num_tokens) if backward else None
         is_local = LOSSES[planned.request.examples[0].loss].is_local
         return MicroBatchShape(
-            plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local, has_prefixes=bool(plan.prefixes)
+            plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local, has_prefixes=plan.has_prefixes
         )
 
     def _call_program(self, planned: _PlannedMicroBatch, *arguments: Any, backward: bool) -> Any:
@@ -407,15 +407,16 @@ class JaxPass(Pass):
         """
         request = planned.request
         forward = dict(packing.read_results(planned.plan, request.examples, outputs.logprobs, outputs.loss))
-        logprobs = [result.logprobs for result in forward.values()]
         values = self._losses.evaluate(
-            [request.loss_shapes[index] for index in forward], [request.custom[index] for index in forward], logprobs
+            [request.loss_shapes[index] for index in forward],
+            [request.custom[index] for index in forward],
+            [result.logprobs for result in forward.values()],
         )
 
         examples, results = list(request.examples), dict[int, PassResult]()
-        for index, example_logprobs, value in zip(forward, logprobs, values, strict=True):
-            examples[index] = custom_losses.as_cross_entropy(request.custom[index], value.gradient)
-            results[request.start + index] = value.to_result(example_logprobs)
+        for index, (result, gradient) in zip(forward, values, strict=True):
+            examples[index] = custom_losses.as_cross_entropy(request.custom[index], gradient)
+            results[request.start + index] = result
         return tuple(examples), results
 
 

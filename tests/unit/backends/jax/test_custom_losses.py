@@ -16,6 +16,7 @@ from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.results import PassResult
 from tests.support.tiny import tiny_backend
 
 MODEL, OTHER = ModelId("m"), ModelId("o")
@@ -158,8 +159,8 @@ def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend:
     assert backend.meters().compilations == before
 
 
-def evaluate(loss: CustomLoss, *shapes: tuple[int, ...]) -> list[custom_losses.CustomLossValue]:
-    """Evaluate a loss of random log-probabilities."""
+def evaluate(loss: CustomLoss, *shapes: tuple[int, ...]) -> list[tuple[PassResult, np.ndarray]]:
+    """Evaluate a loss of random log-probabilities. Returns results and gradients."""
     batch = list(examples(CUSTOM, MODEL, loss, *shapes))
     programs, padded = custom_losses.CustomLossPrograms(), custom_losses.list_shapes(batch)
     programs.acquire(set(padded), "a pass")
@@ -172,11 +173,12 @@ def test_numbers_of_targets_are_padded_to_powers_of_two() -> None:
     padded = custom_losses.list_shapes(batch)
     assert [(shape.length, shape.num_targets) for shape in padded] == [(32, 8), (32, 8), (32, 4), (64, 8)]
 
-    for example, value in zip(batch, evaluate(loss, (9, 5), (12, 8), (11, 3), (40, 5)), strict=True):
+    values = evaluate(loss, (9, 5), (12, 8), (11, 3), (40, 5))
+    for example, (result, found) in zip(batch, values, strict=True):
         gradient = -np.exp(np.float32(-0.5)) * example.loss_inputs["advantages"]
-        np.testing.assert_allclose(value.gradient, gradient, rtol=1e-6)
-        assert value.loss == pytest.approx(gradient.sum(dtype=np.float64), abs=1e-5)
-        assert value.metrics == pytest.approx({"custom/ratio:mean": np.exp(-0.5)})
+        np.testing.assert_allclose(found, gradient, rtol=1e-6)
+        assert result.sums["loss"] == pytest.approx(gradient.sum(dtype=np.float64), abs=1e-5)
+        assert result.metrics == pytest.approx({"custom/ratio:mean": np.exp(-0.5)})
 
 
 def test_a_loss_with_more_elements_has_smaller_chunks() -> None:

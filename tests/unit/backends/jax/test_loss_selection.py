@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.train import loss_selection
+from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.losses import LOSSES
 from tests.support.fast_jit import fast_jit
@@ -18,8 +18,8 @@ LENGTH = 6
 @partial(jax.jit, static_argnames="is_local")
 def evaluate_by_number(number, logprobs, inputs, config_BC, is_local):
     """Return gradients and outputs of the whole and its halves, and the output alone."""
-    evaluate = partial(loss_selection.evaluate, number, config_BC=config_BC, is_local=is_local)
-    differentiate = partial(loss_selection.evaluate_and_differentiate, number, config_BC=config_BC, is_local=is_local)
+    evaluate = partial(training.evaluate_loss, number, config_BC=config_BC, is_local=is_local)
+    differentiate = partial(training.differentiate_loss, number, config_BC=config_BC, is_local=is_local)
     halves = [
         differentiate(*jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)))
         for part in (slice(LENGTH // 2), slice(LENGTH // 2, LENGTH))
@@ -46,9 +46,9 @@ def draw_arguments(name: str, ndim: int, seed: int, low: float):
     draw = np.random.default_rng(seed)
     shape = (2, LENGTH, 3)[:ndim]
     logprobs = -draw.random(shape, np.float32)
-    inputs = {key: draw.random(shape, np.float32) + np.float32(low) for key in loss_selection.LOSS_INPUTS}
+    inputs = {key: draw.random(shape, np.float32) + np.float32(low) for key in training.LOSS_INPUTS}
     columns = [LOSSES[name].spec.config[column] for column in LOSSES[name].columns]
-    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_selection.NUM_COLUMNS]
+    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : training.NUM_COLUMNS]
     return logprobs, inputs, config_BC
 
 
@@ -57,7 +57,7 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
     arguments = draw_arguments(name, ndim, seed=0, low=-0.5)
     expected, wanted = evaluate_by_name(name, *arguments)
     (gradient, *got), _, by_itself = evaluate_by_number(
-        loss_selection.get_loss_number(name, ndim), *arguments, is_local=LOSSES[name].is_local
+        training.get_loss_number(name, ndim), *arguments, is_local=LOSSES[name].is_local
     )
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     for output in (*got, by_itself):
@@ -66,7 +66,7 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
 def test_a_local_loss_depends_on_each_position_alone(name, ndim):
-    number, is_local = loss_selection.get_loss_number(name, ndim), LOSSES[name].is_local
+    number, is_local = training.get_loss_number(name, ndim), LOSSES[name].is_local
     whole, halves, _ = evaluate_by_number(number, *draw_arguments(name, ndim, seed=1, low=0), is_local=is_local)
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *halves)
     assert np.array_equal(whole[0], joined[0]) == is_local
@@ -75,5 +75,5 @@ def test_a_local_loss_depends_on_each_position_alone(name, ndim):
 
 
 def test_only_cross_entropy_accepts_several_targets():
-    assert [loss.spec.name for loss in loss_selection.list_losses(3, is_local=True)] == ["cross_entropy"]
-    assert loss_selection.list_losses(3, is_local=False) == ()
+    assert [loss.spec.name for loss in training.list_losses(3, is_local=True)] == ["cross_entropy"]
+    assert training.list_losses(3, is_local=False) == ()

@@ -12,21 +12,18 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import host_memory, memory
+from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.memory import (
+from skyrl_tx.backends.jax.memory import MAX_MODELS, choose_max_models, get_offload_limit, get_planned_bytes
+from skyrl_tx.backends.jax.memory_plan import (
     DEFAULT_MICRO_BATCH_TOKENS,
-    MAX_MODELS,
+    MemoryPlan,
     add_long_row_policies,
-    choose_max_models,
     choose_memory_plan,
     find_longest_row,
-    get_offload_limit,
-    plan_sample_memory,
     plan_training_memory,
 )
-from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
@@ -36,7 +33,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import group_blocks
-from tests.support.tiny import TINY_CONFIG, tiny_directory
+from tests.support.tiny import TINY_CONFIG, get_free_memory, plan_samples, tiny_directory
 
 MIB = 2**20
 COSTS = TrainingCosts(
@@ -134,15 +131,20 @@ def test_offloading_counts_as_a_smaller_plan():
     ]
 
 
+def plan_training(params, config, num_bytes=None, **settings) -> MemoryPlan:
+    costs, layout = None if num_bytes is None else COSTS, params.layout
+    free = get_free_memory(params, num_bytes)
+    return plan_training_memory(config, free, 0, layout, costs, platform="cpu", **settings)
+
+
 def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, monkeypatch):
     monkeypatch.setattr(memory, "get_memory_limit", lambda: 4000)
     devices = [SimpleNamespace(id=number, addressable_memories=list) for number in range(2)]
     assert (get_offload_limit(devices), get_offload_limit(jax.devices()[:1])) == (0, 2000)
     with pytest.raises(UserError, match=r"--backend-config\.offload: these devices cannot copy"):
-        plan_training_memory(JaxConfig(offload=True), tiny.params, tiny.config, None, offload_bytes=0)
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 10_000 * MIB)
-    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, COSTS).offload_above
-    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, COSTS, offload_bytes=0).offload_above is None
+        plan_training(tiny.params, JaxConfig(offload=True), offload_bytes=0)
+    assert plan_training(tiny.params, JaxConfig(), 10_000 * MIB).offload_above
+    assert plan_training(tiny.params, JaxConfig(), 10_000 * MIB, offload_bytes=0).offload_above is None
 
 
 def test_offloading_needs_rematerialization():
@@ -156,20 +158,17 @@ def test_every_shard_of_the_batch_has_as_many_tokens():
 
 def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None) == MemoryPlan(
-            DEFAULT_MICRO_BATCH_TOKENS, remat=False
-        )
+        assert plan_training(tiny.params, JaxConfig()) == MemoryPlan(DEFAULT_MICRO_BATCH_TOKENS, remat=False)
     assert "1024 tokens, results of matrix products kept: the default on a CPU" in caplog.text
 
 
-def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny, monkeypatch):
+def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny):
     config = tiny.config
     attention = config.blocks[0].mixer
     token = 2 * config.num_layers * attention.num_kv_heads * attention.head_dim * 4
 
     def plan_memory(free: int, **settings) -> SampleMemory:
-        monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
-        return plan_sample_memory(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
+        return plan_samples(tiny.params, config, JaxConfig(max_context_length=1024, **settings), free)
 
     # Half of 20,000 positions: 33 pages that are empty or partly filled, 97 for samples and 25 for
     # prefixes.
@@ -177,8 +176,7 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
     assert plan_memory(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
     assert plan_memory(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
     copies = replace(tiny.params, layout=make_abstract_layout(MeshConfig(dp=4)))
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 10_000_000 * token)
-    assert plan_sample_memory(JaxConfig(max_context_length=1024), copies, config).num_slots == 4 * 256
+    assert plan_samples(copies, config, JaxConfig(max_context_length=1024), 10_000_000 * token).num_slots == 4 * 256
     assert plan_memory(0).tokens == 1
     assert plan_memory(10_000 * token, max_sample_tokens=9999).tokens == 9999
     assert plan_memory(20_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 7168, 0, 512)
@@ -186,13 +184,12 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
 
 @pytest.mark.parametrize("free_gib", [1, 7, 60, 120])
 @pytest.mark.parametrize("settings", [{}, {"prefix_cache_tokens": 500}])
-def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gib, settings):
+def test_samples_and_prompts_take_at_most_their_share(tiny, free_gib, settings):
     block = tiny.config.blocks[0]
     block = replace(block, mixer=replace(block.mixer, num_heads=32, num_kv_heads=8, head_dim=128))
     config = replace(tiny.config, groups=group_blocks([block] * 36), max_context_length=40_960)
     free = free_gib * 2**30
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
-    planned = plan_sample_memory(JaxConfig(**settings), tiny.params, config)
+    planned = plan_samples(tiny.params, config, JaxConfig(**settings), free)
     token = 2 * 36 * 8 * 128 * 4
     assert planned.max_length == min(planned.tokens, 40_960) > 256
     assert 0.35 * free < planned.num_pages * planned.page * token <= 0.5 * free
@@ -200,54 +197,52 @@ def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gi
     assert sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) == planned.num_pages * planned.page * token
 
 
-def test_each_shard_has_its_part_of_the_memory_and_a_sample_no_more(tiny, monkeypatch):
+def test_each_shard_has_its_part_of_the_memory_and_a_sample_no_more(tiny):
     attention = tiny.config.blocks[0].mixer
     token = 2 * tiny.config.num_layers * attention.num_kv_heads * attention.head_dim * 4
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 4000 * token)
-    params = replace(tiny.params, layout=make_abstract_layout(MeshConfig(fsdp=4)))
-    planned = plan_sample_memory(JaxConfig(sample_slots=8, max_context_length=512), params, tiny.config)
+    params, free = replace(tiny.params, layout=make_abstract_layout(MeshConfig(fsdp=4))), 4000 * token
+    planned = plan_samples(params, tiny.config, JaxConfig(sample_slots=8, max_context_length=512), free)
     assert planned.shards == 4 and planned.max_length == 512 and planned.per_shard.num_slots == 2
     assert 1200 < planned.per_shard.num_pages * planned.page <= 2000, "half of the memory of each device"
-    configured = plan_sample_memory(JaxConfig(sample_slots=8, max_sample_tokens=1024), params, tiny.config)
+    configured = plan_samples(params, tiny.config, JaxConfig(sample_slots=8, max_sample_tokens=1024), free)
     assert configured.max_length == configured.per_shard.tokens == 256
 
 
 def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert plan_sample_memory(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
-        assert plan_sample_memory(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
+        assert plan_samples(tiny.params, tiny.config, JaxConfig(max_context_length=65536)).tokens == 65536
+        assert plan_samples(tiny.params, tiny.config, JaxConfig(max_context_length=64)).tokens == 32 * 64
     assert "KV cache of 32 samples and 65536 tokens" in caplog.text
 
 
 def test_without_reported_memory_the_plan_has_half_of_the_limit_besides_the_weights(tiny, monkeypatch, caplog):
     """Memory that is free at the start changes no plan."""
-    weights = host_memory.count_host_weight_bytes(tiny.params)
-    monkeypatch.setattr(host_memory, "read_available_memory", lambda: 0)
+    weights = memory.count_host_weight_bytes(tiny.params)
+    monkeypatch.setattr(memory, "read_available_memory", lambda: 0)
     for limit, planned in ((100 * weights, 50 * weights), (weights * 3 // 2, weights // 2), (weights, 0)):
-        monkeypatch.setattr(host_memory, "get_memory_limit", lambda limit=limit: limit)
-        assert host_memory.get_planned_bytes(tiny.params) == pytest.approx(planned, abs=1)
+        monkeypatch.setattr(memory, "get_memory_limit", lambda limit=limit: limit)
+        assert get_planned_bytes(weights) == pytest.approx(planned, abs=1)
 
-    monkeypatch.setattr(host_memory, "get_memory_limit", lambda: 4 * MIB)
     monkeypatch.setattr(memory, "get_memory_limit", lambda: 4 * MIB)
     with caplog.at_level("INFO"):
-        planned = plan_sample_memory(JaxConfig(), tiny.params, tiny.config)
+        planned = plan_samples(tiny.params, tiny.config, JaxConfig())
     assert memory.CacheBytes.from_model(tiny.config, UNSHARDED, 4).count(planned) <= MIB * 1.1
     assert "the plan has 0.0 GiB besides the weights, of 0.0 GiB of memory" in caplog.text
 
 
 def test_scarce_memory_is_a_warning_and_too_little_for_the_weights_an_error(tiny, monkeypatch, caplog):
-    weights = host_memory.count_host_weight_bytes(tiny.params)
-    monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights)
-    host_memory.check_weights_fit(tiny.params)
-    host_memory.warn_if_memory_is_scarce(weights)
+    weights = memory.count_host_weight_bytes(tiny.params)
+    monkeypatch.setattr(memory, "read_available_memory", lambda: weights)
+    memory.check_weights_fit(weights)
+    memory.warn_if_memory_is_scarce(weights)
     assert not caplog.records
-    host_memory.warn_if_memory_is_scarce(weights + 3 * 2**30)
+    memory.warn_if_memory_is_scarce(weights + 3 * 2**30)
     assert "KV cache and models may take 3.0 GiB in time" in caplog.text
 
-    monkeypatch.setattr(host_memory, "read_available_memory", lambda: weights - 1)
+    monkeypatch.setattr(memory, "read_available_memory", lambda: weights - 1)
     with pytest.raises(UserError, match=r"--base-model: its weights take .* End other programs, or choose"):
-        host_memory.check_weights_fit(tiny.params)
-    monkeypatch.setattr(host_memory, "read_available_memory", lambda: 0)
+        memory.check_weights_fit(weights)
+    monkeypatch.setattr(memory, "read_available_memory", lambda: 0)
     with pytest.raises(UserError, match="its weights take"):
         JaxBackend(str(tiny_directory(std=0.05)), TINY_CONFIG).start()
 
@@ -279,15 +274,14 @@ def test_a_page_of_the_cache_takes_memory_when_it_is_first_written(tiny):
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(cache))
 
 
-def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):
+def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, caplog):
     """All models may have the highest rank, and the old and new state of one exist together."""
 
     def cost(rank: int) -> int:
         return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(tiny.config, rank).weights))
 
     def choose_models(free: int | None, **settings) -> int:
-        monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
-        return choose_max_models(JaxConfig(**settings), tiny.params, tiny.config)
+        return choose_max_models(JaxConfig(**settings), tiny.config, get_free_memory(tiny.params, free))
 
     assert choose_models(100 * cost(64)) == choose_models(100 * cost(128), max_lora_rank=128) == 39
     assert choose_models(100 * cost(48), max_lora_rank=33) == 39  # arrays of rank 33 are padded to 48

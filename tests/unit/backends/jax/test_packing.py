@@ -85,7 +85,7 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
     assert sorted(index for plan in plans for index in plan.members) == list(range(len(examples)))
     for plan in plans:
         lengths = [examples[index].tokens.size for index in plan.members]
-        assert plan.starts == tuple(np.cumsum([0, *lengths[:-1]]))
+        assert [spans.own.start for spans in plan.examples] == np.cumsum([0, *lengths[:-1]]).tolist()
         allowed = {
             choose(sum(lengths), BUDGET)
             for choose in (packing.choose_micro_batch_length, packing.choose_remainder_length)
@@ -142,7 +142,7 @@ def test_examples_are_consecutive_in_a_row_and_padding_has_no_weight():
     [plan] = packing.plan_micro_batches(examples, BUDGET)
     batch = packing.fill_micro_batch(plan, examples)
     assert batch.tokens_BT.shape == batch.targets.shape == (1, 128)
-    assert (plan.members, plan.starts) == ((0, 2, 1), (0, 40, 75))
+    assert [(spans.index, spans.own.start) for spans in plan.examples] == [(0, 0), (2, 40), (1, 75)]
     np.testing.assert_array_equal(batch.tokens_BT[0, 40:75], examples[2].tokens)
     np.testing.assert_array_equal(batch.start_BT[0], [0] * 40 + [40] * 35 + [75] * 33 + [108] * 20)
     assert batch.inputs["weights"].sum() == 0.5 * (40 + 33 + 35)
@@ -173,16 +173,15 @@ def test_on_a_mesh_a_micro_batch_has_a_row_per_shard(sizes, num_rows):
     for plan in plans:
         batch = packing.fill_micro_batch(plan, examples)
         assert batch.tokens_BT.shape == (num_rows, plan.length)
-        for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
-            tokens = examples[index].tokens
-            np.testing.assert_array_equal(batch.tokens_BT[row, start : start + tokens.size], tokens)
-            assert (batch.start_BT[row, start : start + tokens.size] == start).all()
+        for spans in plan.examples:
+            np.testing.assert_array_equal(batch.tokens_BT[spans.row, spans.own], examples[spans.index].tokens)
+            assert (batch.start_BT[spans.row, spans.own] == spans.own.start).all()
         assert plan.length <= BUDGET or plan.length < 2 * max(length for length, _ in sizes)
 
 
 def test_rows_of_a_mesh_are_balanced():
     [plan] = packing.plan_micro_batches([example(100) for _ in range(8)], 4096, 4)
-    assert plan.length == 256 and sorted(plan.rows) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert plan.length == 256 and sorted(spans.row for spans in plan.examples) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("num_targets", "together"), [(4096, 8), (2**15, 4), (2**17, 1)])

@@ -101,12 +101,12 @@ def test_samples_of_a_prompt_share_all_but_its_last_token():
     examples = list(make_group(draw.integers(0, 50, 100), 4, 30, draw))
     plans = packing.plan_micro_batches(examples, 1024, shares_prefixes=True)
     assert len(plans) == 1
-    assert plans[0].prefixes == ((0, 99),) * 4
+    assert [spans.shared for spans in plans[0].examples] == [slice(0, 99)] * 4
     assert plans[0].num_shared_tokens == 3 * 99
 
     batch = packing.fill_micro_batch(plans[0], examples)
     assert batch.prefix is not None
-    for spans in plans[0].iter_spans([example.tokens.size for example in examples]):
+    for spans in plans[0].examples:
         example = examples[spans.index]
         np.testing.assert_array_equal(spans.read(batch.tokens_BT), example.tokens)
         np.testing.assert_array_equal(spans.read(batch.targets), example.loss_inputs["target_tokens"])
@@ -124,7 +124,7 @@ def test_an_example_that_extends_another_has_it_as_its_prefix():
     (plan,) = packing.plan_micro_batches(examples, 1024, shares_prefixes=True)
     assert plan.num_shared_tokens == 200
     batch = packing.fill_micro_batch(plan, examples)
-    for spans in plan.iter_spans([example.tokens.size for example in examples]):
+    for spans in plan.examples:
         np.testing.assert_array_equal(spans.read(batch.tokens_BT), examples[spans.index].tokens)
 
 
@@ -172,7 +172,7 @@ def test_requests_that_share_nothing_have_the_plans_of_plain_packing(budget):
 def test_small_savings_are_not_worth_other_programs():
     draw = np.random.default_rng(2)
     examples = list(make_group(draw.integers(0, 50, 41), 3, 300, draw))
-    assert not any(plan.prefixes for plan in packing.plan_micro_batches(examples, 4096, shares_prefixes=True))
+    assert not any(plan.has_prefixes for plan in packing.plan_micro_batches(examples, 4096, shares_prefixes=True))
 
 
 def test_a_group_that_exceeds_the_budget_repeats_its_prefix_in_each_row():
@@ -180,7 +180,8 @@ def test_a_group_that_exceeds_the_budget_repeats_its_prefix_in_each_row():
     examples = list(make_group(draw.integers(0, 50, 200), 8, 100, draw))
     plans = packing.plan_micro_batches(examples, 640, shares_prefixes=True)
     assert [len(plan.members) for plan in plans] == [4, 4]
-    assert all(plan.prefixes == ((0, 199),) * 4 and plan.length <= 640 for plan in plans)
+    assert all(spans.shared == slice(0, 199) for plan in plans for spans in plan.examples)
+    assert all(plan.length <= 640 for plan in plans)
 
 
 def test_rows_are_shorter_if_layers_keep_states_for_prefixes():
@@ -188,4 +189,4 @@ def test_rows_are_shorter_if_layers_keep_states_for_prefixes():
     examples = list(make_group(draw.integers(0, 50, 200), 8, 105, draw))
     plans = packing.plan_micro_batches(examples, 640, shares_prefixes=True, keeps_states=True)
     assert sorted(len(plan.members) for plan in plans) == [2, 3, 3]
-    assert all(plan.prefixes and plan.length <= 600 for plan in plans)
+    assert all(plan.has_prefixes and plan.length <= 600 for plan in plans)

@@ -7,7 +7,6 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import plan_sample_memory
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import MAX_PROMPTS
 from skyrl_tx.contract.batches import SampleRequest
@@ -24,6 +23,7 @@ from tests.support.tiny import (
     TinyModel,
     load_model,
     make_model_runner,
+    plan_samples,
     tiny_directory,
 )
 
@@ -178,10 +178,9 @@ def test_samples_go_on_with_their_state_in_further_pages(tiny):
 
 
 @pytest.mark.parametrize("free_mib", [1, 4, 8, 16, 64])
-def test_states_count_in_the_memory_of_the_cache(tiny, monkeypatch, free_mib):
+def test_states_count_in_the_memory_of_the_cache(tiny, free_mib):
     config = JaxConfig(max_context_length=1024, sample_slots=16, prefill_chunk_tokens=128)
-    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free_mib * 2**20)
-    planned = plan_sample_memory(config, tiny.params, tiny.config)
+    planned = plan_samples(tiny.params, tiny.config, config, free_mib * 2**20)
 
     def cache_bytes(num_pages: int, num_states: int) -> int:
         shapes = models.describe_cache(tiny.params, tiny.config, num_pages, num_states)
@@ -201,4 +200,4 @@ def test_states_count_in_the_memory_of_the_cache(tiny, monkeypatch, free_mib):
 
 def test_a_model_without_attention_has_a_memory_plan(tmp_path):
     model = load_model(write_model(tmp_path / "model", HYBRID, num_layers=2))
-    assert plan_sample_memory(TINY_CONFIG.model_copy(update={"max_sample_tokens": None}), model.params, model.config)
+    assert plan_samples(model.params, model.config, TINY_CONFIG.model_copy(update={"max_sample_tokens": None}))
