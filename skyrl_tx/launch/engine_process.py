@@ -26,10 +26,9 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
 from skyrl_tx.backends.composed import compose
-from skyrl_tx.backends.hosts.calls import Welcome
-from skyrl_tx.backends.hosts.channel import LeaderLost
 from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.leader import LeadingBackend
+from skyrl_tx.backends.hosts.protocol import LeaderLost, Welcome
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, find_sampler, start_backend
 from skyrl_tx.contract.backend import AbstractBackend

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from skyrl_tx.backends.hosts import leader
-from skyrl_tx.backends.hosts.calls import Welcome
 from skyrl_tx.backends.hosts.leader import LeadingBackend
+from skyrl_tx.backends.hosts.protocol import Welcome
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import MeshConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.hosts.calls import Welcome
+from skyrl_tx.backends.hosts.protocol import Welcome
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import MeshConfig

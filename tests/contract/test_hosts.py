@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.hosts.calls import Welcome
 from skyrl_tx.backends.hosts.leader import LeadingBackend
+from skyrl_tx.backends.hosts.protocol import Welcome
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_driver import BackendDriver

@@ -15,9 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from skyrl_tx.backends.hosts import calls
-from skyrl_tx.backends.hosts.calls import BackendCall, Frame
-from skyrl_tx.backends.hosts.channel import LeaderLost, connect
+from skyrl_tx.backends.hosts import protocol
+from skyrl_tx.backends.hosts.protocol import BackendCall, Frame, LeaderLost, connect
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, start_backend
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
@@ -80,15 +79,15 @@ class Follower:
 
     def _follow(self) -> None:
         while True:
-            frame: Frame = calls.decode(self._get_frame(), Frame)
+            frame: Frame = protocol.decode(self._get_frame(), Frame)
             for handle in frame.released:
                 self._forget(handle)
             reply = self._make_reply(frame)
             try:
-                self._connection.send_bytes(calls.encode(reply))
+                self._connection.send_bytes(protocol.encode(reply))
             except OSError as error:
                 raise LeaderLost(f"rank 0 has ended: {error.strerror or error}") from error
-            if calls.get_call_name(frame.call) == "close":
+            if protocol.get_call_name(frame.call) == "close":
                 return
 
     def _receive_frames(self) -> None:
@@ -110,20 +109,20 @@ class Follower:
             raise LeaderLost("rank 0 has ended")
         return data
 
-    def _make_reply(self, frame: Frame) -> calls.HostReply:
-        files = self._receive_files(frame) if isinstance(frame.call, calls.OpenSnapshot) else None
+    def _make_reply(self, frame: Frame) -> protocol.HostReply:
+        files = self._receive_files(frame) if isinstance(frame.call, protocol.OpenSnapshot) else None
         try:
-            return calls.make_reply(frame.number, self._make_call(frame.number, frame.call, files))
+            return protocol.make_reply(frame.number, self._make_call(frame.number, frame.call, files))
         except Exception as error:
-            _log.debug("%s failed", calls.get_call_name(frame.call), exc_info=error)
-            return calls.make_error_reply(frame.number, error)
+            _log.debug("%s failed", protocol.get_call_name(frame.call), exc_info=error)
+            return protocol.make_error_reply(frame.number, error)
 
     def _make_call(self, number: int, call: BackendCall, files: Path | None) -> object:
         """Make a call and return its result.
 
         A `Pass` or a `Snapshot` is stored under the number of the frame, and None is returned.
         """
-        name = calls.get_call_name(call)
+        name = protocol.get_call_name(call)
         arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
 
         # Arguments that differ between hosts.
@@ -137,8 +136,8 @@ class Follower:
             case _:
                 pass
 
-        if name in calls.PASS_METHODS:
-            target, name = self._passes[arguments.pop("handle")], calls.PASS_METHODS[name]
+        if name in protocol.PASS_METHODS:
+            target, name = self._passes[arguments.pop("handle")], protocol.PASS_METHODS[name]
         else:
             target = self._backend
         result = getattr(target, name)(**arguments)
@@ -158,11 +157,11 @@ class Follower:
 
         The directory is removed when rank 0 releases the snapshot.
         """
-        assert isinstance(frame.call, calls.OpenSnapshot)
+        assert isinstance(frame.call, protocol.OpenSnapshot)
         self._files[frame.number] = tempfile.TemporaryDirectory(prefix="skyrl-tx-snapshot-")
         directory = Path(self._files[frame.number].name)
         for name, size in frame.call.files:
-            assert calls.is_inside(name), name
+            assert protocol.is_inside(name), name
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:

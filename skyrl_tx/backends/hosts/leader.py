@@ -20,9 +20,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from skyrl_tx.backends.hosts import calls
-from skyrl_tx.backends.hosts.calls import BackendCall, Frame, HostReply, Welcome, decode, get_call_name
-from skyrl_tx.backends.hosts.channel import accept_all, listen
+from skyrl_tx.backends.hosts import protocol
+from skyrl_tx.backends.hosts.protocol import BackendCall, Frame, HostReply, Welcome, get_call_name
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
@@ -167,7 +166,7 @@ class Followers:
                         self._lost_ranks.append(open_ranks.pop(connection))
                         self._changed.notify_all()
                 else:
-                    self._record_reply(open_ranks[connection], decode(data, HostReply))
+                    self._record_reply(open_ranks[connection], protocol.decode(data, HostReply))
             if not open_ranks:
                 time.sleep(self._period_s)
 
@@ -277,9 +276,9 @@ class LeadingBackend(AbstractBackend):
     @override
     def start(self) -> Capabilities:
         """Wait until all hosts have joined, then start the backend on all of them."""
-        self._listener = listen(self._settings)
+        self._listener = protocol.listen(self._settings)
         with self._listener:
-            connections = accept_all(self._listener, self._settings, self._welcome)
+            connections = protocol.accept_all(self._listener, self._settings, self._welcome)
 
         self._followers = Followers(
             connections,
@@ -304,7 +303,7 @@ class LeadingBackend(AbstractBackend):
         try:
             if not followers.loss_reason:
                 with suppress(BackendLost):
-                    self._send_call(followers, calls.CALLS["close"](), self._own.close)
+                    self._send_call(followers, protocol.CALLS["close"](), self._own.close)
         finally:
             followers.close()
 
@@ -353,7 +352,7 @@ class LeadingBackend(AbstractBackend):
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = tuple((path.relative_to(directory).as_posix(), path.stat().st_size) for path in paths)
         chunks = (chunk for path, (_, size) in zip(paths, files, strict=True) for chunk in _read_chunks(path, size))
-        call = calls.OpenSnapshot(files=files)
+        call = protocol.OpenSnapshot(files=files)
         return self._send_call(self._live_followers(), call, lambda: self._own.open_snapshot(directory), chunks)
 
     def _make_call(self, name: str, own: Callable[..., Any], *, is_limited: bool = True, **arguments: Any) -> Any:
@@ -370,7 +369,7 @@ class LeadingBackend(AbstractBackend):
         sent = {key: value.handle if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
         here = {key: value.own if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
         here.pop("handle", None)  # `own` is a method of the pass
-        return self._send_call(followers, calls.CALLS[name](**sent), lambda: own(**here), is_limited=is_limited)
+        return self._send_call(followers, protocol.CALLS[name](**sent), lambda: own(**here), is_limited=is_limited)
 
     def _live_followers(self) -> Followers:
         """Return the other hosts. Raises BackendLost if one of them is lost."""
@@ -395,13 +394,13 @@ class LeadingBackend(AbstractBackend):
         number = self._num_calls
         released = tuple(self._released.popleft() for _ in range(len(self._released)))
         followers.begin(number, call, is_limited=is_limited)
-        followers.send(calls.encode(Frame(number=number, released=released, call=call)))
+        followers.send(protocol.encode(Frame(number=number, released=released, call=call)))
         try:
             for chunk in chunks or ():
                 followers.send(chunk)
         except OSError as error:
             raise followers.mark_lost(
-                f"host 0 cannot read the files that it sends in {calls.get_call_name(call)}: {error}"
+                f"host 0 cannot read the files that it sends in {get_call_name(call)}: {error}"
             ) from error
 
         # Make the call here. Passes and snapshots are not compared: the other hosts reply None for
@@ -411,13 +410,13 @@ class LeadingBackend(AbstractBackend):
         try:
             result = own()
             is_kept = isinstance(result, Pass | Snapshot)
-            reply = calls.make_reply(number, None if is_kept else result)
+            reply = protocol.make_reply(number, None if is_kept else result)
         except Exception as raised:
-            error, is_kept, reply = raised, False, calls.make_error_reply(number, raised)
+            error, is_kept, reply = raised, False, protocol.make_error_reply(number, raised)
 
         # Compare the replies.
         for rank, other in sorted(followers.wait_for_replies(reply).items()):
-            if differing := calls.describe_difference(rank, call, other, reply):
+            if differing := protocol.describe_difference(rank, call, other, reply):
                 raise followers.mark_lost(differing) from error
         if error is not None:
             raise error
@@ -491,8 +490,8 @@ def _read_chunks(path: Path, size: int) -> Iterator[bytes]:
     Raises OSError if the file has become shorter.
     """
     with path.open("rb") as file:
-        for start in range(0, size, calls.CHUNK_BYTES):
-            chunk = file.read(min(calls.CHUNK_BYTES, size - start))
-            if len(chunk) != min(calls.CHUNK_BYTES, size - start):
+        for start in range(0, size, protocol.CHUNK_BYTES):
+            chunk = file.read(min(protocol.CHUNK_BYTES, size - start))
+            if len(chunk) != min(protocol.CHUNK_BYTES, size - start):
                 raise OSError(f"{path} has changed: it is shorter than {size} bytes")
             yield chunk

@@ -22,9 +22,9 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax.devices import fetch
 from skyrl_tx.backends.jax.sample import draw
+from skyrl_tx.backends.jax.sample.draw import uniform
 from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter
-from skyrl_tx.backends.jax.sample.random_numbers import uniform
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
 from skyrl_tx.contract.batches import SampleRequest

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from skyrl_tx.backends.hosts import calls, channel, follower, leader
-from skyrl_tx.backends.hosts.calls import Welcome
-from skyrl_tx.backends.hosts.channel import LeaderLost, connect
+from skyrl_tx.backends.hosts import follower, leader, protocol
 from skyrl_tx.backends.hosts.follower import Follower
 from skyrl_tx.backends.hosts.leader import LeadingBackend
+from skyrl_tx.backends.hosts.protocol import LeaderLost, Welcome, connect
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, BlockingBackend, HostRank, Pass
 from skyrl_tx.contract.batches import PreparedModelPassBatch
@@ -359,7 +358,7 @@ def test_the_followers_get_the_files_of_snapshots_and_drop_them_with_rank_0(tmp_
 
     The other host does not need rank 0's directory.
     """
-    monkeypatch.setattr(calls, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(protocol, "CHUNK_BYTES", 100)
     with two_hosts(tmp_path) as hosts:
         driver, follower = hosts.driver, hosts.follower
         model, copy = driver.model(steps=1), driver.new_id()
@@ -387,13 +386,13 @@ def test_a_file_that_becomes_shorter_while_it_is_sent_loses_the_backend(tmp_path
     with two_hosts(tmp_path) as hosts:
         file = tmp_path / "file"
         file.write_bytes(b"12345")
-        encode = calls.encode
+        encode = protocol.encode
 
-        def encode_and_cut(message: calls.Frame) -> bytes:
+        def encode_and_cut(message: protocol.Frame) -> bytes:
             file.write_bytes(b"123")
             return encode(message)
 
-        monkeypatch.setattr(calls, "encode", encode_and_cut)
+        monkeypatch.setattr(protocol, "encode", encode_and_cut)
         with pytest.raises(
             BackendLost, match=r"host 0 cannot read the files that it sends in open_snapshot: .*file has changed"
         ):
@@ -418,8 +417,8 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
     settings = make_settings()
     welcome = Welcome(backend="fake", base_model="tiny", config=b"{}")
     joined = queue.Queue[object]()
-    with closing(channel.listen(settings)) as listener:
-        accepting = threading.Thread(target=lambda: joined.put(channel.accept_all(listener, settings, welcome)))
+    with closing(protocol.listen(settings)) as listener:
+        accepting = threading.Thread(target=lambda: joined.put(protocol.accept_all(listener, settings, welcome)))
         accepting.start()
         with socket.create_connection(settings.host_and_port):
             pass  # a connection without a handshake, for example a port probe
@@ -435,7 +434,7 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
             monkeypatch.context() as patched,
             pytest.raises(UserError, match=r"its hosts.rank is 0, but host 0 waits for ranks 1 to 1"),
         ):
-            patched.setattr(channel, "_RETRY_S", 0)
+            patched.setattr(protocol, "_RETRY_S", 0)
             connect(settings)
         connection, found = connect(settings.model_copy(update={"rank": 1}))
         accepting.join(60)
@@ -451,8 +450,8 @@ def test_a_host_waits_for_rank_0(tmp_path):
     found = queue.Queue[object]()
     joining = threading.Thread(target=lambda: found.put(connect(settings)[0]))
     joining.start()
-    with closing(channel.listen(settings)) as listener:
-        joined = channel.accept_all(listener, settings, Welcome(backend="fake", base_model="tiny", config=b"{}"))
+    with closing(protocol.listen(settings)) as listener:
+        joined = protocol.accept_all(listener, settings, Welcome(backend="fake", base_model="tiny", config=b"{}"))
     joining.join(60)
     found.get(timeout=60).close()  # type: ignore[attr-defined]
     joined[1].close()
@@ -460,7 +459,7 @@ def test_a_host_waits_for_rank_0(tmp_path):
 
 def test_an_address_that_is_not_of_this_machine_is_named():
     with pytest.raises(UserError, match=r"hosts.address 192.0.2.1:7700: "):
-        channel.listen(HostsSettings(size=2, address="192.0.2.1:7700"))
+        protocol.listen(HostsSettings(size=2, address="192.0.2.1:7700"))
 
 
 def test_a_snapshot_is_kept_by_the_followers_as_long_as_by_rank_0(tmp_path):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
+from skyrl_tx.backends.jax.sample.draw import fold_in, uniform
 
 ROWS = 1000
 

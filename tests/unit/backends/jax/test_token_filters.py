@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from skyrl_tx.backends.jax.sample import draw as drawing
+from skyrl_tx.backends.jax.sample.draw import MAX_UNTILED_ROWS, SMALL_TOP_K, TILE, Filters, redraw_in_tiles
 from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
-from skyrl_tx.backends.jax.sample.token_filters import MAX_UNTILED_ROWS, SMALL_TOP_K, TILE, redraw_in_tiles
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; larger than every SMALL_TOP_K
@@ -76,7 +76,8 @@ def apply_filters(
     S = token_S.size
     key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
     blocks = LogitBlocks.from_logits(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
-    return redraw_in_tiles(size, blocks, *(jnp.broadcast_to(value, S) for value in filters), key_S2, token_S)
+    by_row = Filters(*(jnp.broadcast_to(value, S) for value in filters), key_S2)
+    return redraw_in_tiles(size, blocks, by_row, token_S)
 
 
 def check(

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.backends.hosts.channel import listen
+from skyrl_tx.backends.hosts.protocol import listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings
