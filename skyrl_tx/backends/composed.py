@@ -5,28 +5,36 @@ log-probabilities that the trainer and the sampler compute for one row of tokens
 sampler that serves another base model or ignores adapters before any client trains on its samples.
 
 While the backend runs, the trainer scores a share of the samples (see `trainer_checks`). It can
-also draw samples while the sampling servers are unreachable (see `trainer_fallback`).
+also draw samples while the sampling servers are unreachable (see `TrainerFallback`).
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import override
 
-from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks, make_scoring_request
-from skyrl_tx.backends.trainer_fallback import TrainerFallback, TrainerSamplers
+from skyrl_tx.backends.trainer_checks import (
+    MAX_GAP,
+    SampleKey,
+    TrainerChecks,
+    TrainerSamplers,
+    list_samples,
+    make_scoring_request,
+)
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Snapshot, StatePart
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
 
@@ -52,31 +60,6 @@ class ComposedConfig(BaseModel):
     """Share of the samples that the trainer scores for comparison, for example 0.01."""
     falls_back: bool = False
     """Whether the trainer draws samples while the sampling servers are unreachable."""
-
-
-def _load() -> type[AbstractBackend]:
-    return ComposedBackend
-
-
-def compose(
-    trainer: BackendSpec,
-    trainer_config: BaseModel,
-    sampler: SamplerSpec,
-    sampler_config: BaseModel,
-    *,
-    check_share: float = 0.0,
-    falls_back: bool = False,
-) -> tuple[BackendSpec, BaseModel]:
-    """Return the spec and the settings of a backend that consists of `trainer` and `sampler`."""
-    config = ComposedConfig(
-        trainer=trainer,
-        trainer_config=trainer_config,
-        sampler=sampler,
-        sampler_config=sampler_config,
-        check_share=check_share,
-        falls_back=falls_back,
-    )
-    return BackendSpec(config=ComposedConfig, load=_load), config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +88,110 @@ class _AdapterRefused(Exception):
     """The sampler rejected the adapter of the check at the start."""
 
 
+class TrainerFallback:
+    """The samples that can still be moved to the trainer, and the samples that the trainer draws.
+
+    With the same seed, the trainer draws different tokens than the sampler. So only samples without
+    tokens are moved to the trainer. The trainer finishes a sample that was moved to it, even if a
+    sampling server returns in the meantime.
+
+    Each sample is offered to the trainer at most once. If the trainer refuses it, it stays with the
+    sampler.
+    """
+
+    def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers) -> None:
+        self._trainer = trainer
+        self._samplers = samplers
+        self._unstarted: dict[SampleKey, SampleRequest] = {}
+        """Samples on the sampler that have no tokens yet, each with a request for this sample only.
+        """
+        self._moved: dict[RequestId, SampleKey] = {}
+        """Samples on the trainer, by the id of their request there, for example `fallback-0`."""
+        self._numbers = count()
+        self.num_samples = 0
+        """How many samples were moved to the trainer since the start."""
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether the trainer is drawing samples."""
+        return bool(self._moved)
+
+    def begin(self, batch: PreparedSampleBatch) -> None:
+        """Record the samples of requests that the sampler has accepted."""
+        self._unstarted |= {key: _select_sample(request, key[1]) for key, request in list_samples(batch)}
+
+    def record_progress(self, deltas: Sequence[SampleDelta]) -> None:
+        """Forget the samples that have tokens now, or have ended. They stay with the sampler."""
+        for delta in deltas:
+            if delta.tokens.size or delta.stop_reason is not None or delta.error is not None:
+                self._unstarted.pop((delta.request_id, delta.index), None)
+
+    def move_unstarted(self) -> list[SampleKey]:
+        """Move the samples without tokens to the trainer.
+
+        Returns the samples that the trainer accepted.
+        """
+        candidates, self._unstarted = self._unstarted, {}
+        return [key for key, request in candidates.items() if self._begin(key, request)]
+
+    def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
+        """Return the trainer's deltas of moved samples, with the request ids of the engine."""
+        own_deltas: list[SampleDelta] = []
+        for delta in deltas:
+            if (key := self._moved.get(delta.request_id)) is None:
+                continue
+            if delta.stop_reason is not None or delta.error is not None:
+                del self._moved[delta.request_id]
+            own_deltas.append(structs.replace(delta, request_id=key[0]))
+        return own_deltas
+
+    def cancel(self, request_ids: Collection[RequestId]) -> None:
+        """Forget the samples of requests."""
+        for key in [key for key in self._unstarted if key[0] in request_ids]:
+            del self._unstarted[key]
+        trainer_ids = [trainer_id for trainer_id, key in self._moved.items() if key[0] in request_ids]
+        if trainer_ids:
+            self._trainer.cancel_sample(trainer_ids)
+            for trainer_id in trainer_ids:
+                del self._moved[trainer_id]
+
+    def end_sample(self, key: SampleKey) -> None:
+        """End one sample: forget it, and end it on the trainer if it was moved there."""
+        self._unstarted.pop(key, None)
+        for trainer_id in [trainer_id for trainer_id, moved in self._moved.items() if moved == key]:
+            self._trainer.end_sample(trainer_id, key[1])
+            del self._moved[trainer_id]
+
+    def _begin(self, key: SampleKey, request: SampleRequest) -> bool:
+        """Start a sample on the trainer.
+
+        Returns False if it is too long, or if the trainer refuses it.
+        """
+        assert request.params.max_tokens is not None
+        fits = request.prompt.size + request.params.max_tokens <= self._samplers.max_tokens
+        if not fits or not self._samplers.has_weights(request):
+            return False
+
+        # A new request id, because a backend expects the parts of one request in the order of their
+        # indices.
+        trainer_id = RequestId(f"fallback-{next(self._numbers)}")
+        moved = replace(request, request_id=trainer_id)
+        if not self._samplers.begin(moved, "draw a sample, which waits for the sampling servers"):
+            return False
+        self._moved[trainer_id] = key
+        self.num_samples += 1
+        return True
+
+
+def _select_sample(request: SampleRequest, index: int) -> SampleRequest:
+    """Return a request for one sample of a request.
+
+    Only sample 0 asks for results about the prompt.
+    """
+    options = request.options if index == 0 else PromptOptions(sample_topk=request.options.sample_topk)
+    return replace(request, first_index=index, num_samples=1, options=options)
+
+
 def _make_trainer_method(name: str) -> Callable[..., Any]:
     """Return a method of `AbstractBackend` that calls the same method of the trainer."""
 
@@ -128,7 +215,8 @@ class ComposedBackend(AbstractBackend):
         are_needed = config.check_share > 0 or config.falls_back
         self._on_trainer = TrainerSamplers(self._trainer, are_needed=are_needed)
         self._checks = TrainerChecks(self._trainer, self._on_trainer, config.check_share)
-        self._fallback = TrainerFallback(self._trainer, self._on_trainer) if config.falls_back else None
+        self._fallback = TrainerFallback(self._trainer, self._on_trainer)
+        self._falls_back = config.falls_back
 
     # Life cycle
 
@@ -191,10 +279,10 @@ class ComposedBackend(AbstractBackend):
     @override
     def meters(self) -> Meters:
         meters = self._checks.meters(self._sampler.meters(self._trainer.meters()))
-        if self._fallback is not None:
+        if self._falls_back:
             meters = replace(meters, fallback_samples=self._fallback.num_samples)
         if self._sampler.is_away:
-            meanwhile = "samples wait" if self._fallback is None else "the trainer draws samples"
+            meanwhile = "the trainer draws samples" if self._falls_back else "samples wait"
             meters = replace(meters, outage=f"{meters.outage}; {meanwhile}")
         return meters
 
@@ -229,7 +317,7 @@ class ComposedBackend(AbstractBackend):
         # unreachable.
         self._sampler.begin_sample(batch)
         self._checks.begin(batch)
-        if self._fallback is not None:
+        if self._falls_back:
             self._fallback.begin(batch)
 
     @override
@@ -237,10 +325,9 @@ class ComposedBackend(AbstractBackend):
         deltas = self._step_trainer()
         drawn = self._sampler.step_sample()
 
-        if self._fallback is not None:
-            self._fallback.record_progress(drawn)
-            if self._sampler.is_away:
-                self._move_to_trainer(self._fallback)
+        self._fallback.record_progress(drawn)
+        if self._sampler.is_away:
+            self._move_to_trainer()
 
         # Deltas without tokens tell the engine that samples still wait for their comparison.
         deltas += self._checks.watch(drawn)
@@ -249,24 +336,21 @@ class ComposedBackend(AbstractBackend):
     @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         self._checks.cancel(request_ids)
-        if self._fallback is not None:
-            self._fallback.cancel(request_ids)
+        self._fallback.cancel(request_ids)
         self._sampler.cancel_sample(request_ids)
 
     @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
         self._sampler.end_sample(request_id, index)
-        self._checks.end_sample(request_id, index)
-        if self._fallback is not None:
-            self._fallback.end_sample(request_id, index)
+        self._checks.end_sample((request_id, index))
+        self._fallback.end_sample((request_id, index))
 
     def _step_trainer(self) -> list[SampleDelta]:
         """Run one decode slice of the trainer if it scores or draws samples.
 
         If the trainer only scores, an error ends the comparisons, but no sample fails.
         """
-        fallback = self._fallback
-        is_drawing = fallback is not None and fallback.is_drawing
+        is_drawing = self._fallback.is_drawing
         if not is_drawing and not self._checks.is_running:
             return []
         try:
@@ -279,11 +363,11 @@ class ComposedBackend(AbstractBackend):
             self._trainer.check_devices()
             _log.error("the trainer could not score samples; the running comparisons are dropped", exc_info=error)
             return self._checks.give_up()
-        return self._checks.read(deltas) + ([] if fallback is None else fallback.read(deltas))
+        return self._checks.read(deltas) + self._fallback.read(deltas)
 
-    def _move_to_trainer(self, fallback: TrainerFallback) -> None:
+    def _move_to_trainer(self) -> None:
         """Move samples without tokens from the unreachable sampler to the trainer."""
-        for key in fallback.move_unstarted():
+        for key in self._fallback.move_unstarted():
             self._checks.forget(key)
             self._sampler.end_sample(*key)
 
@@ -360,3 +444,7 @@ def _make_scoring_batch(row: Int32Array) -> PreparedModelPassBatch:
 
 def _mean_abs(differences: Float32Array) -> float:
     return float(np.abs(differences.astype(np.float64)).mean())
+
+
+COMPOSED = BackendSpec(config=ComposedConfig, load=lambda: ComposedBackend)
+"""The spec of a composed backend. A `ComposedConfig` says which parts it has."""

@@ -17,17 +17,19 @@ from itertools import count
 import numpy as np
 from msgspec import structs
 
-from skyrl_tx.backends.trainer_fallback import SampleKey, TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
-from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.backend import AbstractBackend, Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
-from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
 
 _log = logging.getLogger(__name__)
+SampleKey = tuple[RequestId, int]
+"""A sample: its request and its index."""
 _MIN_WARNED_TOKENS = 16
 """Samples with fewer tokens cause no warning, because one token can dominate their gap."""
 MAX_GAP = 0.25
@@ -35,18 +37,87 @@ MAX_GAP = 0.25
 Rounding in bfloat16 causes a few hundredths, different weights cause about 1."""
 
 
+class TrainerSamplers:
+    """The sampler weights that are loaded on the trainer too, and the trainer's length limit."""
+
+    def __init__(self, trainer: AbstractBackend, *, are_needed: bool) -> None:
+        self._trainer = trainer
+        self._are_needed = are_needed
+        self._loaded: set[SamplerId] = set()
+        self.max_tokens = 0
+        """The longest sample on the trainer, in tokens, prompt included.
+        Set by `limit_capabilities`."""
+
+    def limit_capabilities(self, trainer: Capabilities, combined: Capabilities) -> Capabilities:
+        """Return the capabilities of trainer and sampler together.
+
+        If samplers are loaded on the trainer too, the smaller `max_samplers` of both applies, and a
+        sample may use only what both support.
+        """
+        self.max_tokens = min(trainer.max_context_length, trainer.max_sample_tokens)
+        if not self._are_needed:
+            return combined
+        return replace(
+            combined,
+            max_samplers=min(combined.max_samplers, trainer.max_samplers),
+            sampling_controls=combined.sampling_controls & trainer.sampling_controls,
+            sampled_logprobs=combined.sampled_logprobs & trainer.sampled_logprobs,
+        )
+
+    def load(self, sampler: SamplerId, source: Snapshot) -> None:
+        """Load the weights of a sampler on the trainer, if checks or fallback need them.
+
+        If that fails, for example because memory is exhausted, the trainer neither scores nor draws
+        these samples.
+        """
+        if not self._are_needed or sampler in self._loaded:
+            return
+
+        try:
+            self._trainer.load_sampler(sampler, source)
+        except BackendLost:
+            raise
+        except Exception as error:  # the sampler can still sample
+            self._trainer.check_devices()
+            _log.warning(
+                "the trainer could not load sampler %s, so it neither scores nor draws samples of it: %s",
+                sampler,
+                error,
+                exc_info=None if isinstance(error, RequestError) else error,
+            )
+        else:
+            self._loaded.add(sampler)
+
+    def drop(self, sampler: SamplerId) -> None:
+        """Free the weights of a sampler on the trainer. No running sample may use them."""
+        if sampler in self._loaded:
+            self._trainer.drop_sampler(sampler)
+            self._loaded.discard(sampler)
+
+    def has_weights(self, request: SampleRequest) -> bool:
+        """Return whether the trainer has the weights that a request samples from.
+
+        It always has the base model.
+        """
+        return request.sampler is None or request.sampler in self._loaded
+
+    def begin(self, request: SampleRequest, purpose: str) -> bool:
+        """Start a request on the trainer. Returns False, and logs `purpose`, if the trainer refuses it."""
+        try:
+            self._trainer.begin_sample(PreparedSampleBatch(requests=(request,)))
+        except RequestError as error:
+            _log.warning("the trainer cannot %s: %s", purpose, error)
+            return False
+        return True
+
+
 @dataclass(slots=True)
 class _WatchedSample:
-    """A sample that is chosen for comparison and still running, with its tokens so far."""
+    """A sample that is chosen for comparison and still running, with its deltas so far."""
 
     request: SampleRequest
     index: int
-    tokens: list[Int32Array] = field(default_factory=list[Int32Array])
-    logprobs: list[Float32Array] = field(default_factory=list[Float32Array])
-
-    def add(self, delta: SampleDelta) -> None:
-        self.tokens.append(delta.tokens)
-        self.logprobs.append(delta.logprobs)
+    deltas: list[SampleDelta] = field(default_factory=list[SampleDelta])
 
 
 @dataclass(slots=True)
@@ -100,12 +171,9 @@ class TrainerChecks:
 
     def begin(self, batch: PreparedSampleBatch) -> None:
         """Choose samples of new requests for comparison."""
-        for request in batch.requests:
-            if not self._samplers.has_weights(request) or not _is_comparable(request):
-                continue
-            for index in range(request.first_index, request.first_index + request.num_samples):
-                if self._is_chosen(request.request_id, index):
-                    self._watched[request.request_id, index] = _WatchedSample(request, index)
+        for key, request in list_samples(batch):
+            if self._samplers.has_weights(request) and _is_comparable(request) and self._is_chosen(*key):
+                self._watched[key] = _WatchedSample(request, key[1])
 
     def watch(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
         """Record the tokens of chosen samples, and start to score the samples that have ended.
@@ -122,7 +190,7 @@ class TrainerChecks:
             if (watched := self._watched.get(key)) is None:
                 passed.append(delta)
                 continue
-            watched.add(delta)
+            watched.deltas.append(delta)
             if delta.stop_reason is None and delta.error is None:
                 passed.append(delta)
                 continue
@@ -185,12 +253,11 @@ class TrainerChecks:
             if check.final_delta is not None and check.key[0] in request_ids
         )
 
-    def end_sample(self, request_id: RequestId, index: int) -> None:
+    def end_sample(self, key: SampleKey) -> None:
         """Compare a sample that the engine has ended.
 
         Its gap counts in the meters, but no delta reports it.
         """
-        key = request_id, index
         if (watched := self._watched.pop(key, None)) is not None:
             self._start_check(watched, None)
         for check in self._running.values():
@@ -223,7 +290,9 @@ class TrainerChecks:
         If prompt and sample are longer than the trainer's limit, only the first tokens are scored.
         """
         request = watched.request
-        row = np.concatenate([request.prompt, *watched.tokens])[: self._samplers.max_tokens - 1]
+        row = np.concatenate([request.prompt, *(delta.tokens for delta in watched.deltas)])[
+            : self._samplers.max_tokens - 1
+        ]
         num_tokens = row.size - request.prompt.size
         if num_tokens < 1:
             return False
@@ -231,15 +300,12 @@ class TrainerChecks:
         scoring = make_scoring_request(
             RequestId(f"check-{next(self._numbers)}"), request.sampler, row, num_tokens, request.cache_scope
         )
-        try:
-            self._trainer.begin_sample(PreparedSampleBatch(requests=(scoring,)))
-        except RequestError as error:
-            _log.warning("the trainer cannot score a sample, which is not compared: %s", error)
+        if not self._samplers.begin(scoring, "score a sample, which is not compared"):
             return False
         self._running[scoring.request_id] = _Check(
             key=(request.request_id, watched.index),
             sampler=request.sampler,
-            logprobs=np.concatenate(watched.logprobs)[:num_tokens],
+            logprobs=np.concatenate([delta.logprobs for delta in watched.deltas])[:num_tokens],
             final_delta=final_delta,
         )
         return True
@@ -332,3 +398,12 @@ def _strip_tokens(delta: SampleDelta) -> SampleDelta:
         logprobs=delta.logprobs[:0],
         stop_reason=delta.stop_reason,
     )
+
+
+def list_samples(batch: PreparedSampleBatch) -> list[tuple[SampleKey, SampleRequest]]:
+    """Return all samples of a batch, each with its request."""
+    return [
+        ((request.request_id, index), request)
+        for request in batch.requests
+        for index in range(request.first_index, request.first_index + request.num_samples)
+    ]

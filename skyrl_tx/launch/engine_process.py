@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
-from skyrl_tx.backends.composed import compose
+from skyrl_tx.backends.composed import COMPOSED, ComposedConfig
 from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.protocol import LeaderLost, Welcome
@@ -273,14 +273,15 @@ def _run(
     # Combine the backend with the sampler.
     backend, config = find_backend(launch.backend), launch.backend_config
     if launch.sampler is not None and launch.sampler_config is not None:
-        backend, config = compose(
-            backend,
-            config,
-            find_sampler(launch.sampler),
-            launch.sampler_config,
+        config = ComposedConfig(
+            trainer=backend,
+            trainer_config=config,
+            sampler=find_sampler(launch.sampler),
+            sampler_config=launch.sampler_config,
             check_share=launch.sampler_check_share,
             falls_back=launch.sampler_falls_back,
         )
+        backend = COMPOSED
 
     def start(on_lost: Callable[[str], object]) -> AbstractBackend:
         name, base_model = " + ".join(filter(None, (launch.backend, launch.sampler))), launch.settings.base_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.composed import compose
+from skyrl_tx.backends.composed import ComposedBackend, ComposedConfig
 from skyrl_tx.backends.jax import BACKEND
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.integrations.vllm import SAMPLER, VllmConfig
@@ -36,8 +36,9 @@ class TestJaxAndVllm(SamplingChecks):
         """JAX and a real vLLM server, shared by the tests of the class."""
         assert URL and MODEL
         sampler = VllmConfig(url=URL, filtered_logprobs="renormalized")
-        spec, config = compose(BACKEND, JaxConfig(compile_cache_dir=None), SAMPLER, sampler, check_share=1.0)
-        backend = spec.load()(MODEL, config)
+        trainer = {"trainer": BACKEND, "trainer_config": JaxConfig(compile_cache_dir=None)}
+        config = ComposedConfig(**trainer, sampler=SAMPLER, sampler_config=sampler, check_share=1.0)
+        backend = ComposedBackend(MODEL, config)
         yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
         backend.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.composed import compose
+from skyrl_tx.backends.composed import ComposedBackend, ComposedConfig
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.integrations.vllm import SAMPLER, VllmConfig
@@ -59,8 +59,8 @@ class TestFakeAndVllm(BackendSuite):
             silence_timeout_s=30,
         )
         trainer = BackendSpec(config=FakeConfig, load=lambda: _Trainer)
-        spec, composed = compose(trainer, CONFIG, SAMPLER, config, check_share=1.0, falls_back=True)
-        return spec.load()("tiny", composed)
+        parts = {"trainer": trainer, "trainer_config": CONFIG, "sampler": SAMPLER, "sampler_config": config}
+        return ComposedBackend("tiny", ComposedConfig(**parts, check_share=1.0, falls_back=True))
 
     @contextmanager
     def lost_device(self, backend: AbstractBackend) -> Generator[None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.composed import Agreement, compose
+from skyrl_tx.backends.composed import Agreement, ComposedBackend, ComposedConfig
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
@@ -52,8 +52,9 @@ class _RenamedSnapshot(Snapshot):
 
 def start(world: World, trainer: type[AbstractBackend] = FakeBackend, config: FakeConfig = FAKE) -> Capabilities:
     """Start a composed backend, close it and return its capabilities."""
-    spec, composed = compose(BackendSpec(config=FakeConfig, load=lambda: trainer), config, SAMPLER, world.config())
-    backend = spec.load()("tiny", composed)
+    spec = BackendSpec(config=FakeConfig, load=lambda: trainer)
+    parts = {"trainer": spec, "trainer_config": config, "sampler": SAMPLER, "sampler_config": world.config()}
+    backend = ComposedBackend("tiny", ComposedConfig(**parts))
     try:
         return backend.start()
     finally:

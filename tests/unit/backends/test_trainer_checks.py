@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.composed import ComposedBackend, compose
+from skyrl_tx.backends.composed import ComposedBackend, ComposedConfig
 from skyrl_tx.contract.backend import BackendSpec, Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError
@@ -61,9 +61,8 @@ class BackendOnStub:
 
     def start(self, share: float = 1.0) -> ComposedBackend:
         spec = BackendSpec(config=FakeConfig, load=lambda: _Trainer)
-        composed, config = compose(spec, FAKE, SAMPLER, self._world.config(), check_share=share)
-        backend = composed.load()("tiny", config)
-        assert isinstance(backend, ComposedBackend)
+        parts = {"trainer": spec, "trainer_config": FAKE, "sampler": SAMPLER, "sampler_config": self._world.config()}
+        backend = ComposedBackend("tiny", ComposedConfig(**parts, check_share=share))
         self._stack.callback(backend.close)
         backend.start()
         self.load(backend)

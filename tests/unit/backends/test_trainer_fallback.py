@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.composed import ComposedBackend, compose
+from skyrl_tx.backends.composed import ComposedBackend, ComposedConfig
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import UserError
@@ -33,9 +33,8 @@ class BackendOnStub:
         self.world, self.stub = world, world.stub()
         settings = world.config(lost_after_s=0.05)
         spec = BackendSpec(config=FakeConfig, load=lambda: FakeBackend)
-        composed, config = compose(spec, FAKE, SAMPLER, settings, check_share=1.0, falls_back=True)
-        backend = composed.load()("tiny", config)
-        assert isinstance(backend, ComposedBackend)
+        parts = {"trainer": spec, "trainer_config": FAKE, "sampler": SAMPLER, "sampler_config": settings}
+        backend = ComposedBackend("tiny", ComposedConfig(**parts, check_share=1.0, falls_back=True))
         stack.callback(backend.close)
         backend.start()
         backend.load_sampler(TRAINED, world.adapter())

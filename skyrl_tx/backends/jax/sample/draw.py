@@ -71,7 +71,7 @@ T = TypeVar("T")
 RowIndices = jax.Array | None
 """Indices of rows; None selects all rows."""
 Ends = tuple[SortPosition, jax.Array]
-"""Where the kept tokens of each row end, and the weight of the tokens before."""
+"""The end of the kept tokens of each row, and the weight of the tokens before it."""
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = np.uint32(0x1BD11BDA)
