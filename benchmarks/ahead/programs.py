@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.ahead.program_text import ProgramText, read_program
 from skyrl_tx import models
@@ -217,7 +218,12 @@ class _Shapes:
 
     def _decode_adapters(self, rows: SliceRows) -> _Lowered:
         plan, num_slots = self._plan, self._plan.num_adapter_slots
-        pool = make_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
+
+        def add_slots(leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype, sharding=sharding)
+
+        pool = jax.tree.map(add_slots, make_adapter_shapes(self._layout, self._model, self._rank))
         planned = plan.weight_bytes + plan.kv_bytes + plan.slice_bytes + num_slots * self._adapter_bytes
         detail = f"{plan.samples.num_slots} samples, {len(rows.adapters)} adapters at once, {num_slots} places"
         return self._decode(pool, rows), f"{detail}, rank {self._rank}", planned

@@ -290,9 +290,8 @@ class TrainerChecks:
         If prompt and sample are longer than the trainer's limit, only the first tokens are scored.
         """
         request = watched.request
-        row = np.concatenate([request.prompt, *(delta.tokens for delta in watched.deltas)])[
-            : self._samplers.max_tokens - 1
-        ]
+        tokens = np.concatenate([request.prompt, *(delta.tokens for delta in watched.deltas)])
+        row = tokens[: self._samplers.max_tokens - 1]
         num_tokens = row.size - request.prompt.size
         if num_tokens < 1:
             return False

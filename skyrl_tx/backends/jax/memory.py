@@ -362,10 +362,8 @@ def choose_max_models(config: JaxConfig, model: models.ModelConfig, free: FreeMe
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
     cost = count_model_bytes(config, model, free.layout)
-    fitting = (
-        int(MODEL_SHARE * free.num_bytes / cost) - 1
-    )  # an optimizer step or a load has the old and the new state of a model
-    max_models = max(1, min(fitting, MAX_MODELS))
+    fitting = int(MODEL_SHARE * free.num_bytes / cost)
+    max_models = max(1, min(fitting - 1, MAX_MODELS))  # an optimizer step or a load has an old and a new state
     log.info(
         "%d models in training at the same time: %s, a model of rank %d takes %.1f MiB",
         max_models,

@@ -187,13 +187,20 @@ def make_adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool
     return lambda tree: map_named(put, tree)
 
 
-def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeights) -> AdapterWeights:
-    """Constrain computed adapter weights, or a gradient, to the sharding of the adapter."""
+def map_factors(
+    function: Callable[[Any, tuple[Axis | None, ...]], Any], config: ModelConfig, weights: AdapterWeights
+) -> AdapterWeights:
+    """Return the results of a function of each LoRA factor and the logical axes of its dims."""
     axes = get_adapter_axes(config)
     return {
-        name: LoraPair(a=layout.constrain(pair.a, *axes[name][0]), b=layout.constrain(pair.b, *axes[name][1]))
+        name: LoraPair(a=function(pair.a, axes[name][0]), b=function(pair.b, axes[name][1]))
         for name, pair in weights.items()
     }
+
+
+def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeights) -> AdapterWeights:
+    """Constrain computed adapter weights, or a gradient, to the sharding of the adapter."""
+    return map_factors(lambda factor, axes: layout.constrain(factor, *axes), config, weights)
 
 
 def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.kernel_choice import count_moe_layers
+from skyrl_tx.backends.jax.mesh import map_factors
 from skyrl_tx.layers.kernels.registry import TRITON
 from skyrl_tx.layers.logprobs import CHUNK_POSITIONS, JOINED_CHUNKS
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
@@ -198,17 +199,12 @@ def _count_unembedding_bytes(params: models.DecoderParams, platform: str) -> int
 
 def count_adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
     """Return the bytes of an adapter on each device, sharded as in `make_adapter_placement`."""
-    adapter_axes = models.get_adapter_axes(model)
 
     def count_bytes(leaf: jax.Array, axes: tuple[Axis | None, ...]) -> int:
         shape = leaf.shape if layout.mesh is None else layout.sharding(axes, leaf.shape).shard_shape(leaf.shape)
         return math.prod(shape) * leaf.dtype.itemsize
 
-    weights = models.describe_adapter(model, rank).weights
-    return sum(
-        count_bytes(pair.a, adapter_axes[name][0]) + count_bytes(pair.b, adapter_axes[name][1])
-        for name, pair in weights.items()
-    )
+    return sum(jax.tree.leaves(map_factors(count_bytes, model, models.describe_adapter(model, rank).weights)))
 
 
 def _count_mixer_output_bytes(config: models.ModelConfig, itemsize: int) -> int:

@@ -365,7 +365,7 @@ def _apply_min_p(size: int, blocks: LogitBlocks, requested_S: jax.Array, min_p_S
 
 
 def _replace_ends(ends: Ends, row_Z: RowIndices, requested_S: jax.Array, rows: LogitBlocks, end: SortPosition) -> Ends:
-    """Replace the ends of the requesting rows of a tile. `rows` and `end` are those of the tile."""
+    """Replace the ends of the requesting rows of a tile. `rows` are all rows of the tile, `end` their new ends."""
     new_ends, is_requested_Z = (end, sum_last_dim(rows.sum_before(end))), _take_rows(requested_S, row_Z)
     kept = jax.tree.map(lambda new, old: jnp.where(is_requested_Z, new, old), new_ends, _take_rows(ends, row_Z))
     return _put_rows(ends, row_Z, kept)

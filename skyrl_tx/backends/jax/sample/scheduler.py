@@ -127,16 +127,13 @@ class SampleScheduler:
 
         Raises BackendLost when a failure destroyed the KV cache.
         """
-        with self._programs.computing():
-            return self._run_round()
-
-    def _run_round(self) -> list[SampleDelta]:
         was_idle, deltas = not any(self._iter_running()), list[SampleDelta]()
-        if not self._can_run_ahead():
-            deltas += self._read_slice()
-        deltas += self._admit()
-        if not (was_idle and deltas):
-            deltas += self._decode()
+        with self._programs.computing():
+            if not self._can_run_ahead():
+                deltas += self._read_slice()
+            deltas += self._admit()
+            if not (was_idle and deltas):
+                deltas += self._decode()
 
         # Report progress even if this round drew no token.
         partial = [queue.current for queue in self._get_queues() if queue.current is not None]

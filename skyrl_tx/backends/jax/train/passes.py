@@ -241,8 +241,10 @@ class JaxPass(Pass):
             for index, result in packing.read_results(planned.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
 
-        self._add_expert_metrics(results, outputs)
-        self._add_shared_tokens(results)
+        for request in self._requests:
+            pairs = zip(self._dispatched, outputs, strict=True)
+            own = [(planned.plan, output) for (planned, _), output in pairs if planned.request is request]
+            self._add_metrics(results, request, own)
 
         # Commit.
         if self._backward:
@@ -252,31 +254,26 @@ class JaxPass(Pass):
         self.abort()
         return [results[index] for index in range(len(results))]
 
-    def _add_expert_metrics(self, results: dict[int, PassResult], outputs: list[Any]) -> None:
-        """Add the metrics of experts of each request to the results of its examples."""
-        pairs = list(zip(self._dispatched, outputs, strict=True))
-        for request in self._requests:
-            counts = [output.expert_counts for (planned, _), output in pairs if planned.request is request]
-            if metrics := compute_expert_metrics(counts):
-                for index in range(request.start, request.start + len(request.examples)):
-                    results[index] = replace(results[index], metrics={**results[index].metrics, **metrics})
+    def _add_metrics(
+        self, results: dict[int, PassResult], request: _Request, micro_batches: list[tuple[packing.MicroBatchPlan, Any]]
+    ) -> None:
+        """Add metrics to the results of a request. `micro_batches` has their plans and outputs.
 
-    def _add_shared_tokens(self, results: dict[int, PassResult]) -> None:
-        """Add to the examples of runs that share prefixes how many of their tokens were not computed."""
-        for request in self._requests:
-            if not self._states_before[request.model_id].shares_prefixes:
-                continue
-            plans = [planned.plan for planned, _ in self._dispatched if planned.request is request]
-            for index, number in chain.from_iterable(plan.count_shared_tokens() for plan in plans):
-                result = results[request.start + index]
-                metrics = {**result.metrics, SHARED_TOKENS: float(number)}
-                results[request.start + index] = replace(result, metrics=metrics)
-
-            # One line per request
-            num_shared = sum(plan.num_shared_tokens for plan in plans)
+        These are the metrics of experts. In runs that share prefixes it is also how many tokens of
+        an example were not computed.
+        """
+        metrics = compute_expert_metrics([output.expert_counts for _, output in micro_batches])
+        shared: dict[int, int] = {}
+        if self._states_before[request.model_id].shares_prefixes:
+            shared = dict(chain.from_iterable(plan.count_shared_tokens() for plan, _ in micro_batches))
             total = sum(example.tokens.size for example in request.examples)
-            request_id = request.examples[0].request_id
+            request_id, num_shared = request.examples[0].request_id, sum(shared.values())
             log.debug("%s of %s: %d of %d tokens were shared", request_id, request.model_id, num_shared, total)
+
+        for index in range(len(request.examples)):
+            own = {**metrics, **({SHARED_TOKENS: float(shared[index])} if shared else {})}
+            result = results[request.start + index]
+            results[request.start + index] = replace(result, metrics={**result.metrics, **own})
 
     @override
     def abort(self) -> None:

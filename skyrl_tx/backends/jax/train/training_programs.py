@@ -19,13 +19,13 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Popularity, Program
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory_plan import MemoryPlan
-from skyrl_tx.backends.jax.mesh import get_parameter_sharding
+from skyrl_tx.backends.jax.mesh import get_parameter_sharding, map_factors
 from skyrl_tx.backends.jax.shapes import iter_ascending
 from skyrl_tx.backends.jax.train import forward_backward, packing
 from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.layers.kernels.registry import Kernels
-from skyrl_tx.layers.lora import Adapter, LoraPair
+from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.parameter import Parameter, map_named
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
@@ -234,19 +234,11 @@ def make_param_shapes(
     return map_named(make_leaf, described).replace(layout=layout, kernels=kernels)
 
 
-def make_adapter_shapes(
-    layout: Layout, config: models.ModelConfig, rank: int, *, num_slots: int | None = None
-) -> Adapter:
-    """Return the shapes of an adapter on a mesh, or of a pool of `num_slots` adapters."""
-    shapes, axes = models.describe_adapter(config, rank), models.get_adapter_axes(config)
-    slots, no_axis = ((), ()) if num_slots is None else ((num_slots,), (None,))
+def make_adapter_shapes(layout: Layout, config: models.ModelConfig, rank: int) -> Adapter:
+    """Return the shapes of an adapter on a mesh."""
 
-    def make_leaf(leaf: jax.Array, leaf_axes: tuple[Any, ...]) -> Any:
-        shape = (*slots, *leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout.sharding((*no_axis, *leaf_axes), shape))
+    def make_leaf(leaf: jax.Array, axes: tuple[Any, ...]) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(axes, leaf.shape))
 
-    weights = {
-        name: LoraPair(a=make_leaf(pair.a, axes[name][0]), b=make_leaf(pair.b, axes[name][1]))
-        for name, pair in shapes.weights.items()
-    }
-    return Adapter(weights=weights, scale=make_leaf(shapes.scale, ()))
+    shapes = models.describe_adapter(config, rank)
+    return Adapter(weights=map_factors(make_leaf, config, shapes.weights), scale=make_leaf(shapes.scale, ()))
