@@ -40,7 +40,7 @@ from skyrl_tx.models.adapters import GroupAdapters, SplitAdapter
 from skyrl_tx.models.config import Block, ModelConfig
 from skyrl_tx.models.layer_loop import LayerMode, constrain_hidden, run_layers
 from skyrl_tx.models.params import DecoderParams
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, Mixer
+from skyrl_tx.models.parts.base import Layer, LayerContext, Mixer
 
 
 def forward(
@@ -99,8 +99,8 @@ def forward_and_count(
     rows: Any = {"start_BT": start_BT, "num_uses_BT": num_uses_BT, "prefix": prefix}
     context = replace(_make_context(params, config, position_BT), prepared=prepared, **rows)
 
-    def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
-        return mixer.forward(x_BTD, params, adapters, context), None
+    def mix_rows(mixer: Mixer, x_BTD: jax.Array, layer: Layer, _: Any) -> tuple[jax.Array, None]:
+        return mixer.forward(x_BTD, layer), None
 
     # On a single device, a layer may multiply its input by the weight and by LoRA's A at once.
     adapters = GroupAdapters.from_adapter(config, adapter, slots, may_concatenate=not context.layout.is_sharded)
@@ -141,8 +141,8 @@ def prefill(
     position_T = start[..., None] + jnp.arange(inputs.shape[1])
     context = replace(_make_context(params, config, position_T), size=size)
 
-    def mix_chunk(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
-        return mixer.prefill(x_BTD, params, adapters, layer_cache, context)
+    def mix_chunk(mixer: Mixer, x_BTD: jax.Array, layer: Layer, layer_cache: Any) -> tuple[jax.Array, LayerCache]:
+        return mixer.prefill(x_BTD, layer, layer_cache)
 
     def get_layer_cache(stack: int, layer: Any, state: Any) -> PrefillLayerCache:
         return PrefillLayerCache(Pages(cache[stack].positions, layer, table.page_BM), state, start)
@@ -179,8 +179,8 @@ def decode_step(
     """
     context = _make_context(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
 
-    def mix_token(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
-        return mixer.decode(x_SD, params, adapters, layer_cache, context)
+    def mix_token(mixer: Mixer, x_SD: jax.Array, layer: Layer, layer_cache: Any) -> tuple[jax.Array, LayerCache]:
+        return mixer.decode(x_SD, layer, layer_cache)
 
     mode = LayerMode(config, context, mix_token, RematPolicy.NONE, cache.get_layer)
     adapters = GroupAdapters.from_adapter(config, adapter, slots)

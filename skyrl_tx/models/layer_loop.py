@@ -21,7 +21,7 @@ from skyrl_tx.layers.stable_bits import add_unfused
 from skyrl_tx.models.adapters import GroupAdapters, GroupPairs
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, transpose_layer
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, Mixer, StackedParam
+from skyrl_tx.models.parts.base import Layer, LayerAdapters, LayerContext, LayerParams, Mixer, StackedParam
 
 
 def constrain_hidden(layout: Layout, x: jax.Array) -> jax.Array:
@@ -35,8 +35,8 @@ class LayerMode:
 
     config: ModelConfig
     context: LayerContext
-    mix: Callable[[Mixer, jax.Array, LayerParams, LayerAdapters, Any], tuple[jax.Array, Any]]
-    """Calls the mixer: its arguments are mixer, input, parameters, adapters, cache of the layer."""
+    mix: Callable[[Mixer, jax.Array, Layer, Any], tuple[jax.Array, Any]]
+    """Calls the mixer: its arguments are mixer, input, layer, and cache of the layer."""
     remat: RematPolicy
     get_cache: Callable[[int, Any, Any], Any] = lambda stack, layer, state: None
     """Returns the cache of a layer, given its stack, its index in the stack, and its state."""
@@ -44,15 +44,15 @@ class LayerMode:
     def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
         """Return `x` plus the outputs of one block, and the mixer's cache entries or `count_E`."""
         x = constrain_hidden(self.context.layout, x)
-        epsilon, new_entries = self.config.norm_epsilon, LayerCache()
+        layer, epsilon, new_entries = Layer(params, adapters, self.context), self.config.norm_epsilon, LayerCache()
         mixer_output_norm, mlp_output_norm = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
             normed = rms_norm(x, params["attn_norm"], epsilon)
-            mixed, new_entries = self.mix(block.mixer, normed, params, adapters, layer_cache)
+            mixed, new_entries = self.mix(block.mixer, normed, layer, layer_cache)
             x = _add_output(x, mixed, mixer_output_norm, epsilon)
         if block.feed_forward is not None:
             normed = rms_norm(x, params["mlp_norm"], epsilon)
-            y, count_E = block.feed_forward.apply(normed, params, adapters, self.context)
+            y, count_E = block.feed_forward.apply(normed, layer)
             new_entries = new_entries if count_E is None else count_E
             x = _add_output(x, y, mlp_output_norm, epsilon)
         return x, new_entries

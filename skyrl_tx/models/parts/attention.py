@@ -15,18 +15,15 @@ from typing_extensions import override
 
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
-from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
-from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import shard_before_exchange
 from skyrl_tx.models.parts.base import (
     CacheSpec,
-    LayerAdapters,
+    Layer,
     LayerContext,
-    LayerParams,
     Mixer,
     Rotation,
     ShardedSize,
@@ -112,8 +109,7 @@ class Attention(Mixer):
     @override
     def describe(self) -> dict[str, Parameter]:
         maps = self.targets()
-        parameters = {name: Parameter((target.inputs, target.outputs), target.axes) for name, target in maps.items()}
-
+        parameters = {name: target.describe() for name, target in maps.items()}
         if self.has_bias:
             for name in ("q", "k", "v"):
                 target = maps[f"{name}_proj"]
@@ -145,83 +141,59 @@ class Attention(Mixer):
         return CacheSpec(positions=KeyValues(k=array, v=array))  # type: ignore[arg-type]
 
     @override
-    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> None:
-        """Return nothing: attention compares starts within each of its tiles."""
+    def forward(self, x: jax.Array, layer: Layer) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, layer)
+        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, layer.params.get("sinks"), self.heads, layer.context)
+        return _project_output(mixed_BTNH, gate, layer)
 
     @override
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
-        q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, context)
-        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, params.get("sinks"), self.heads, context)
-        return _project_output(mixed_BTNH, gate, params, adapters)
+    def prefill(self, x: jax.Array, layer: Layer, cache: PrefillLayerCache) -> tuple[jax.Array, LayerCache]:
+        return self._attend_cache(x, layer, cache.attend)
 
     @override
-    def prefill(
-        self,
-        x: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
-        cache: PrefillLayerCache,
-        context: LayerContext,
-    ) -> tuple[jax.Array, LayerCache]:
-        return self._attend_cache(x, params, adapters, cache.attend, context)
-
-    @override
-    def decode(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, cache: DecodeLayerCache, context: LayerContext
-    ) -> tuple[jax.Array, LayerCache]:
-        attend = partial(cache.attend, step=context.kernels.get_step_kernel(self.cache_heads, context.layout))
-        return self._attend_cache(x, params, adapters, attend, context)
+    def decode(self, x: jax.Array, layer: Layer, cache: DecodeLayerCache) -> tuple[jax.Array, LayerCache]:
+        step = layer.context.kernels.get_step_kernel(self.cache_heads, layer.context.layout)
+        return self._attend_cache(x, layer, partial(cache.attend, step=step))
 
     def _attend_cache(
-        self,
-        x: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
-        attend: Callable[..., tuple[jax.Array, KeyValues]],
-        context: LayerContext,
+        self, x: jax.Array, layer: Layer, attend: Callable[..., tuple[jax.Array, KeyValues]]
     ) -> tuple[jax.Array, LayerCache]:
         """Project the inputs and call `attend`, a method of the cache.
 
         The cache stores keys and values and knows how many tokens each row has.
         """
-        q, k, v, gate = self._project(x, params, adapters, context)
-        kernel = context.kernels.get_past_kernel(self.cache_heads, context.layout)
+        q, k, v, gate = self._project(x, layer)
+        layout = layer.context.layout
+        kernel = layer.context.kernels.get_past_kernel(self.cache_heads, layout)
         if (dim := self.cached_dim or self.head_dim) > self.head_dim:
             # Attention divides scores by the root of the padded size, so the queries are scaled to
             # undo this.
             q = (q.astype(jnp.float32) * math.sqrt(dim / self.head_dim)).astype(q.dtype)
             q, k, v = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, dim - self.head_dim)]) for z in (q, k, v))
 
-        mixed, kept = attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
-        mixed = context.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
-        return _project_output(mixed[..., : self.head_dim], gate, params, adapters), LayerCache(positions=kept)
+        mixed, kept = attend(q, k, v, layer.params.get("sinks"), window=self.window, kernel=kernel)
+        mixed = layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
+        return _project_output(mixed[..., : self.head_dim], gate, layer), LayerCache(positions=kept)
 
-    def _project(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    def _project(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return rotated queries [..., N, H] and keys [..., K, H], values, and the gate, if any.
 
         All but the gate have the type of the weights.
         """
 
         def project_heads(name: str, num_heads: int) -> jax.Array:
-            weight, adapter, bias = params[f"{name}_proj"], adapters.maps.get(f"{name}_proj"), f"{name}_bias"
-            z = linear(x, weight, adapter, params.get(bias))
+            z = layer.apply_map(x, f"{name}_proj", f"{name}_bias")
             return z.reshape(*z.shape[:-1], num_heads, -1)
 
-        q, k, v = (
-            project_heads("q", self.num_heads),
-            project_heads("k", self.num_kv_heads),
-            project_heads("v", self.num_kv_heads),
-        )
+        q = project_heads("q", self.num_heads)
+        k, v = (project_heads(name, self.num_kv_heads) for name in ("k", "v"))
         q, gate = jnp.split(q, 2, axis=-1) if self.is_gated else (q, None)
 
         # A kernel may compute norm and rotation together.
-        dtype = params["q_proj"].dtype
-        kernel = self._get_rotation_kernel(context)
-        if kernel is not None:
-            assert self.rotation is not None
-            angles = context.angles[self.rotation]
+        params, dtype = layer.params, layer.params["q_proj"].dtype
+        angles = None if self.rotation is None else layer.context.angles[self.rotation]
+        kernel = self._get_rotation_kernel(layer.context)
+        if kernel is not None and angles is not None:
             q, k = (kernel(x.astype(dtype), params[f"{name}_norm"], *angles) for name, x in (("q", q), ("k", k)))
             return q, k, v.astype(dtype), gate
 
@@ -229,8 +201,7 @@ class Attention(Mixer):
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
         q = q if self.query_factor == 1.0 else q * self.query_factor
-        if self.rotation is not None:
-            angles = context.angles[self.rotation]
+        if angles is not None:
             q, k = rotate(q, *angles), rotate(k, *angles)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
@@ -245,13 +216,10 @@ class Attention(Mixer):
         return None if kernel is None else partial(kernel, epsilon=self.norm_epsilon)
 
 
-def _project_output(
-    mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters
-) -> jax.Array:
+def _project_output(mixed: jax.Array, gate: jax.Array | None, layer: Layer) -> jax.Array:
     if gate is not None:
         mixed = mixed * jax.nn.sigmoid(gate)
-    x = mixed.reshape(*mixed.shape[:-2], -1)
-    return linear(x, params["o_proj"], adapters.maps.get("o_proj"), params.get("o_bias"))
+    return layer.apply_map(mixed.reshape(*mixed.shape[:-2], -1), "o_proj", "o_bias")
 
 
 def attend_rows(

@@ -8,9 +8,10 @@ checkpoints use the same names.
 Legend: B batch, T tokens, S slots, D embed, n layers of a stack.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import jax
 from flax import struct
@@ -19,7 +20,7 @@ from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLay
 from skyrl_tx.layers.experts import ExpertAdapters
 from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
-from skyrl_tx.layers.lora import RowAdapter
+from skyrl_tx.layers.lora import RowAdapter, linear
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.layers.sharding import Layout
@@ -56,6 +57,10 @@ class Target:
     axes: tuple[Axis, Axis]
     group: TargetGroup
     num_experts: int | None = None
+
+    def describe(self, num_heads: int = 1) -> Parameter:
+        """Return the parameter of the map, or of the map of one expert."""
+        return Parameter((self.inputs, self.outputs), self.axes, num_heads=num_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +117,36 @@ class LayerContext:
     """
 
 
-class Part(Protocol):
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer in a call: its parameters, the adapters of the rows, and the data of the call."""
+
+    params: LayerParams
+    adapters: LayerAdapters
+    context: LayerContext
+
+    def apply_map(self, x: jax.Array, name: str, bias: str = "") -> jax.Array:
+        """Apply a linear map [in, out], with the adapters of the rows and the bias if there are any."""
+        return linear(x, self.params[name], self.adapters.maps.get(name), self.params.get(bias))
+
+
+class Part(ABC):
     """Methods that mixers and feed-forwards have in common."""
 
-    def describe(self) -> Mapping[str, Parameter]:
-        """Return the parameters of one layer by name."""
-        ...
-
+    @abstractmethod
     def targets(self) -> Mapping[str, Target]:
         """Return the linear maps that adapters change, by name."""
-        ...
 
+    @abstractmethod
+    def describe(self) -> Mapping[str, Parameter]:
+        """Return the parameters of one layer by name."""
+
+    @abstractmethod
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """Yield the sizes that a mesh may divide."""
-        ...
 
 
-class Mixer(Part, Protocol):
+class Mixer(Part):
     """A part that mixes positions. Its inputs are normalised.
 
     `forward`, `prefill` and `decode` compute the same numbers for training, prompts and new tokens.
@@ -137,67 +155,57 @@ class Mixer(Part, Protocol):
     @property
     def rotation(self) -> Rotation | None:
         """The RoPE of the mixer, or None."""
-        ...
+        return None
 
     @property
     def heads(self) -> Heads | None:
         """The heads of softmax attention, used to choose kernels. None for other mixers."""
-        ...
+        return None
 
     @property
     def cache_heads(self) -> Heads | None:
         """The heads as the cache stores them, used to choose the kernel that reads its pages."""
-        ...
+        return self.heads
 
     def with_cached_dims(self, multiple: int) -> Self:
-        """Return the mixer with its cached dims padded with zeros to a multiple of `multiple`."""
-        ...
+        """Return the mixer with its cached dims, if any, padded with zeros to a multiple of `multiple`."""
+        return self
 
+    @abstractmethod
     def describe_cache(self) -> CacheSpec:
         """Return the arrays that the cache has for one layer."""
-        ...
 
     def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> Any:
         """Compute from `start_BT` and `prefix` what `forward` needs of them, once for all layers.
 
-        See `LayerContext`.
+        See `LayerContext`. By default this is nothing: attention compares starts within each of its
+        tiles.
 
         Without this method, XLA could compute these values inside the loop over layers in one
         program, and before the loop in another program. XLA would then fuse the following
         operations differently, and the last bits would differ.
         """
-        ...
+        return None
 
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+    @abstractmethod
+    def forward(self, x: jax.Array, layer: Layer) -> jax.Array:
         """Return the output for whole training rows [B, T, D]."""
-        ...
 
-    def prefill(
-        self,
-        x: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
-        cache: PrefillLayerCache,
-        context: LayerContext,
-    ) -> tuple[jax.Array, LayerCache]:
+    @abstractmethod
+    def prefill(self, x: jax.Array, layer: Layer, cache: PrefillLayerCache) -> tuple[jax.Array, LayerCache]:
         """Return the output for a chunk of prompts [B, T, D], and the new cache entries."""
-        ...
 
-    def decode(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, cache: DecodeLayerCache, context: LayerContext
-    ) -> tuple[jax.Array, LayerCache]:
+    @abstractmethod
+    def decode(self, x: jax.Array, layer: Layer, cache: DecodeLayerCache) -> tuple[jax.Array, LayerCache]:
         """Return the output for one token per slot [S, D], and the changed cache entries."""
-        ...
 
 
-class FeedForward(Part, Protocol):
+class FeedForward(Part):
     """A part that computes each position independently."""
 
-    def apply(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array | None]:
+    @abstractmethod
+    def apply(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array | None]:
         """Return the output for positions [..., D], and the number of tokens of each expert [E].
 
         The second is None for a dense feed-forward, and without `context.num_uses_BT`.
         """
-        ...

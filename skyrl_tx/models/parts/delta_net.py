@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from skyrl_tx.layers.delta_rule import delta_rule, delta_step
-from skyrl_tx.layers.lora import linear, multiply
+from skyrl_tx.layers.lora import multiply
 from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.stable_bits import sum_last_dim
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, ShardedSize, Target, UnsupportedModel
-from skyrl_tx.models.parts.recurrent import Heads, Rates, RecurrentMixer, Rule
+from skyrl_tx.models.parts.base import Layer, LayerContext, ShardedSize, Target, UnsupportedModel
+from skyrl_tx.models.parts.recurrent import RecurrentMixer, Rule, mask_padding
 
 _NORM_EPSILON = 1e-6  # of queries and keys: a constant in transformers' modeling_qwen3_5.py, not in config.json
 
@@ -31,6 +31,7 @@ class DeltaNet(RecurrentMixer):
 
     conv_names: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     shares_prefixes: ClassVar[bool] = True
+    step: ClassVar[Rule] = staticmethod(delta_step)
 
     hidden_size: int
     num_key_heads: int
@@ -64,8 +65,7 @@ class DeltaNet(RecurrentMixer):
     def describe(self) -> dict[str, Parameter]:
         K = self.num_key_heads
         parameters = {
-            name: Parameter((target.inputs, target.outputs), target.axes, num_heads=1 if name == "out_proj" else K)
-            for name, target in self.targets().items()
+            name: target.describe(num_heads=1 if name == "out_proj" else K) for name, target in self.targets().items()
         }
 
         # Maps without adapters are stored as in checkpoints, [out, in].
@@ -98,50 +98,40 @@ class DeltaNet(RecurrentMixer):
         return {"q": keys, "k": keys, "v": self.num_value_heads * self.value_dim}
 
     @override
-    def _project(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters) -> dict[str, jax.Array]:
-        names = {name: f"in_proj_{name}" for name in (*self.conv_names, "z")}
-        return {short: linear(x, params[name], adapters.maps.get(name)) for short, name in names.items()}
+    def _project(self, x: jax.Array, layer: Layer) -> dict[str, jax.Array]:
+        return {name: layer.apply_map(x, f"in_proj_{name}") for name in (*self.conv_names, "z")}
 
     @override
-    def _split_heads(self, convolved: Mapping[str, jax.Array], params: LayerParams) -> Heads:
-        """Return queries and keys [..., K, D] and values [..., K, G, E].
+    def _get_rule_inputs(
+        self, x: jax.Array, convolved: Mapping[str, jax.Array], layer: Layer, is_token: jax.Array | None
+    ) -> tuple[tuple[jax.Array, ...], None]:
+        """Return queries and keys [..., K, D], values [..., K, G, E], and two rates [..., K, G].
 
-        Queries and keys are normalised to length 1, and queries are divided by sqrt(D).
+        Queries and keys are normalised to length 1, and queries are divided by sqrt(D). The rates
+        are the learning rate beta and the logarithm of the decay, float32.
         """
         q, k, v = (jax.nn.silu(convolved[name]) for name in self.conv_names)
-        leading = q.shape[:-1]
+        leading, params = x.shape[:-1], layer.params
         q, k = (_normalize(x.reshape(*leading, self.num_key_heads, self.key_dim)) for x in (q, k))
         v = v.reshape(*leading, self.num_key_heads, self._heads_per_group, self.value_dim)
-        return {"q": q * self.key_dim**-0.5, "k": k, "v": v}
+        q = q * self.key_dim**-0.5
 
-    @override
-    def _compute_rates(self, x: jax.Array, params: LayerParams) -> Rates:
-        """Return the learning rate beta and the logarithm of the decay, float32 [..., K, G]."""
         a, b = (multiply(x, params[f"in_proj_{name}"].T) for name in ("a", "b"))
         decay = -jnp.exp(params["decay_log"]) * jax.nn.softplus(a + params["dt_bias"])
-        shape = (*x.shape[:-1], self.num_key_heads, self._heads_per_group)
-        return jax.nn.sigmoid(b).reshape(shape), decay.reshape(shape)
-
-    @override
-    def _get_rule_inputs(self, heads: Heads, rates: Rates) -> tuple[jax.Array, ...]:
-        return heads["q"], heads["k"], heads["v"], *rates
+        shape = (*leading, self.num_key_heads, self._heads_per_group)
+        beta, decay = jax.nn.sigmoid(b).reshape(shape), decay.reshape(shape)
+        return (q, k, v, mask_padding(beta, is_token), mask_padding(decay, is_token)), None
 
     @override
     def _get_rule(self, context: LayerContext) -> Rule:
         return partial(delta_rule, together=context.kernels.chunks_together)
 
     @override
-    def _step(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return delta_step(*inputs)
-
-    @override
-    def _project_output(
-        self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, params: LayerParams, adapters: LayerAdapters
-    ) -> jax.Array:
+    def _project_output(self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, layer: Layer) -> jax.Array:
         """Normalise and gate the results of the heads, [..., K, G, E], and apply the output map."""
         gate = jax.nn.silu(z).reshape(mixed.shape)
-        mixed = rms_norm(mixed, params["out_norm"], self.norm_epsilon) * gate
-        return linear(mixed.reshape(z.shape), params["out_proj"], adapters.maps.get("out_proj"))
+        mixed = rms_norm(mixed, layer.params["out_norm"], self.norm_epsilon) * gate
+        return layer.apply_map(mixed.reshape(z.shape), "out_proj")
 
     @property
     def _heads_per_group(self) -> int:

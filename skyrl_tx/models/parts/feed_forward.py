@@ -15,20 +15,10 @@ from typing_extensions import override
 
 from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights
 from skyrl_tx.layers.grouped_experts import Routing, count_visits
-from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim
-from skyrl_tx.models.parts.base import (
-    FeedForward,
-    LayerAdapters,
-    LayerContext,
-    LayerParams,
-    ShardedSize,
-    StackedParam,
-    Target,
-    UnsupportedModel,
-)
+from skyrl_tx.models.parts.base import FeedForward, Layer, ShardedSize, StackedParam, Target, UnsupportedModel
 
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of the gate.
@@ -65,43 +55,28 @@ class Dense(FeedForward):
 
     @override
     def describe(self) -> dict[str, Parameter]:
-        return {
-            name: Parameter((target.inputs, target.outputs), target.axes) for name, target in self.targets().items()
-        }
+        return {name: target.describe() for name, target in self.targets().items()}
 
     @override
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         yield "mlp", "intermediate_size", self.mlp_size
 
     @override
-    def apply(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return apply_dense(x, params, adapters, activation=self.activation), None
+    def apply(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array | None]:
+        return self.apply_maps(x, layer), None
 
+    def apply_maps(self, x: jax.Array, layer: Layer, prefix: str = "", weight: jax.Array | None = None) -> jax.Array:
+        """Return the output for positions [..., D].
 
-def apply_dense(
-    x: jax.Array,
-    params: LayerParams,
-    adapters: LayerAdapters,
-    prefix: str = "",
-    weight: jax.Array | None = None,
-    activation: Activation = "silu",
-) -> jax.Array:
-    """Return the output of a dense feed-forward. It has a gate if `params` contain one.
-
-    `prefix` begins the names of its maps. `weight` [..., 1] multiplies the output of each position.
-    """
-
-    def apply_map(x: jax.Array, name: str) -> jax.Array:
-        return linear(x, params[prefix + name], adapters.maps.get(prefix + name))
-
-    if prefix + "gate_proj" in params:
-        gate, up = apply_map(x, "gate_proj"), apply_map(x, "up_proj")
-        inner = _ACTIVATIONS[activation](gate) * up
-    else:
-        inner = jnp.square(jax.nn.relu(apply_map(x, "up_proj")))
-    return apply_map(inner if weight is None else inner * weight, "down_proj")
+        `prefix` begins the names of the maps. `weight` [..., 1] multiplies the output of each
+        position.
+        """
+        if self.is_gated:
+            gate, up = (layer.apply_map(x, prefix + name) for name in ("gate_proj", "up_proj"))
+            inner = _ACTIVATIONS[self.activation](gate) * up
+        else:
+            inner = jnp.square(jax.nn.relu(layer.apply_map(x, prefix + "up_proj")))
+        return layer.apply_map(inner if weight is None else inner * weight, prefix + "down_proj")
 
 
 EXPERT_PREFIX = "expert_"
@@ -200,7 +175,7 @@ class Mixture(FeedForward):
             if target.num_experts is not None:
                 parameters[name] = Parameter((E, target.inputs, target.outputs), ("expert", *target.axes))
             elif not name.startswith(SHARED_PREFIX):
-                parameters[name] = Parameter((target.inputs, target.outputs), target.axes)
+                parameters[name] = target.describe()
 
         if self._shared_expert is not None:
             shared = self._shared_expert.describe()
@@ -226,38 +201,37 @@ class Mixture(FeedForward):
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
     @override
-    def apply(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def apply(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array | None]:
         # Collect the weights of the experts. A kernel may read them from the stack of all layers.
-        maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAP_NAMES], None
+        params, context = layer.params, layer.context
+        maps, number = [params.get(EXPERT_PREFIX + name) for name in MAP_NAMES], None
         if isinstance(down := maps[-1], StackedParam):
-            maps, layer = [weight and weight.stack for weight in maps], down.layer
+            maps, number = [weight and weight.stack for weight in maps], down.layer
         gate, up, down = maps
         assert up is not None and down is not None, "experts have these maps"
         biases = (params.get(EXPERT_PREFIX + name) for name in BIAS_AXES)
-        weights = ExpertWeights(gate, up, down, *biases, layer=layer, clamp=self.clamp)
+        weights = ExpertWeights(gate, up, down, *biases, layer=number, clamp=self.clamp)
 
         # Run the routed experts, between the maps to latents and back if there are any.
         router_params = params.get("router_bias"), params.get("router_correction")
-        latent = None if self.latent_size is None else _apply_map(x, "fc1_latent_proj", params, adapters)
+        latent = None if self.latent_size is None else layer.apply_map(x, "fc1_latent_proj")
         settings = self.routing, context.layout, *router_params, latent, context.kernels
-        y, expert_MK = apply_mixture(x, params["router"], weights, adapters.experts, *settings)
+        y, expert_MK = apply_mixture(x, params["router"], weights, layer.adapters.experts, *settings)
         if self.latent_size is not None:
-            y = _apply_map(y, "fc2_latent_proj", params, adapters)
+            y = layer.apply_map(y, "fc2_latent_proj")
 
         # Count the tokens of each expert.
         count_E = None
         if context.num_uses_BT is not None:
             count_E = count_visits(expert_MK, context.num_uses_BT.reshape(-1), self.routing.num_experts)
-        if self.shared_size is None:
+        if self._shared_expert is None:
             return y, count_E
 
         # Add the shared expert. Its gate is multiplied in before the last map: XLA may fuse a
         # product with the sum after it or not, so a pass with gradient would differ in the last
         # bits from a pass without.
         weight = _compute_shared_gate(x, params["shared_gate"]) if self.has_shared_gate else None
-        return add_unfused(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight)), count_E
+        return add_unfused(y, self._shared_expert.apply_maps(x, layer, SHARED_PREFIX, weight)), count_E
 
     def estimate_backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
         """Return the memory in bytes of the backward pass of one layer on a device.
@@ -285,10 +259,6 @@ class Mixture(FeedForward):
         if self.shared_size is None:
             return None
         return Dense(hidden_size=self.hidden_size, mlp_size=self.shared_size, is_gated=self.is_gated)
-
-
-def _apply_map(x: jax.Array, name: str, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
-    return linear(x, params[name], adapters.maps.get(name))
 
 
 def _compute_shared_gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
-from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
@@ -27,17 +26,7 @@ from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from skyrl_tx.models.parts.attention import attend_rows
-from skyrl_tx.models.parts.base import (
-    CacheSpec,
-    LayerAdapters,
-    LayerContext,
-    LayerParams,
-    Mixer,
-    Rotation,
-    ShardedSize,
-    Target,
-    UnsupportedModel,
-)
+from skyrl_tx.models.parts.base import CacheSpec, Layer, Mixer, Rotation, ShardedSize, Target, UnsupportedModel
 
 LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents. It does not depend on the epsilon of the other norms."""
@@ -89,11 +78,6 @@ class LatentAttention(Mixer):
     def heads(self) -> Heads:
         return Heads(self.plain_dim + self.rotary_dim, self.value_dim, is_latent=True)
 
-    @property
-    @override
-    def cache_heads(self) -> Heads:
-        return self.heads
-
     @override
     def targets(self) -> dict[str, Target]:
         """Return the maps before the latents and the output map.
@@ -112,9 +96,7 @@ class LatentAttention(Mixer):
 
     @override
     def describe(self) -> dict[str, Parameter]:
-        parameters = {
-            name: Parameter((target.inputs, target.outputs), target.axes) for name, target in self.targets().items()
-        }
+        parameters = {name: target.describe() for name, target in self.targets().items()}
         if self.query_latent_dim is not None:
             parameters["q_a_norm"] = Parameter((self.query_latent_dim,), ("head_dim",), "ones", is_float32=True)
             parameters["q_b_proj"] = Parameter((self.query_latent_dim, self._query_size), ("embed", "heads"))
@@ -146,35 +128,26 @@ class LatentAttention(Mixer):
         return CacheSpec(positions=KeyValues(k=array, v=None))  # type: ignore[arg-type]
 
     @override
-    def prepare(self, start_BT: jax.Array | None, prefix: KeyRange | None = None) -> None:
-        """Return nothing: attention compares starts within each of its tiles."""
-
-    @override
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+    def forward(self, x: jax.Array, layer: Layer) -> jax.Array:
         """Compute keys and values from the latents, and attend to them."""
-        dtype = params["o_proj"].dtype
-        plain_BTNP, rotated_BTNR = self._project_queries(x, params, adapters, context)
-        latent_BTC, shared_BT1R = self._project_latents(x, params, adapters, context)
+        params, dtype = layer.params, layer.params["o_proj"].dtype
+        plain_BTNP, rotated_BTNR = self._project_queries(x, layer)
+        latent_BTC, shared_BT1R = self._project_latents(x, layer)
         keys_BTNP, v_BTNV = (self._split_heads(linear(latent_BTC, params[name].T, None)) for name in ("k_b", "v_b"))
         shared_BTNR = jnp.broadcast_to(shared_BT1R, rotated_BTNR.shape)
         q_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1) * self.rope.score_factor
         k_BTNH = jnp.concatenate([keys_BTNP, shared_BTNR], axis=-1).astype(dtype)
-        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, context)
-        return self._project_output(mixed_BTNV, params, adapters)
+        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, layer.context)
+        return _project_output(mixed_BTNV, layer)
 
     @override
     def prefill(
-        self,
-        x: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
-        cache: PrefillLayerCache | DecodeLayerCache,
-        context: LayerContext,
+        self, x: jax.Array, layer: Layer, cache: PrefillLayerCache | DecodeLayerCache
     ) -> tuple[jax.Array, LayerCache]:
         """Attend to latents. The cache stores them and knows how many tokens each row has."""
-        dtype = params["o_proj"].dtype
-        plain, rotated = self._project_queries(x, params, adapters, context)
-        latent, shared = self._project_latents(x, params, adapters, context)
+        params, context, dtype = layer.params, layer.context, layer.params["o_proj"].dtype
+        plain, rotated = self._project_queries(x, layer)
+        latent, shared = self._project_latents(x, layer)
 
         # Map queries to the space of the latents.
         q = jnp.concatenate(
@@ -193,7 +166,7 @@ class LatentAttention(Mixer):
             mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None
         )
         values = _multiply_by_head("...nc,nvc->...nv", mixed, params["v_b"], self.num_heads)
-        return self._project_output(values, params, adapters), LayerCache(positions=kept)
+        return _project_output(values, layer), LayerCache(positions=kept)
 
     decode = prefill
 
@@ -201,35 +174,31 @@ class LatentAttention(Mixer):
     def _query_size(self) -> int:
         return self.num_heads * (self.plain_dim + self.rotary_dim)
 
-    def _project_queries(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array]:
+    def _project_queries(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array]:
         """Return the plain dimensions [..., N, P] and rotated dimensions [..., N, R] of queries."""
         if self.query_latent_dim is None:
-            q = linear(x, params["q_proj"], adapters.maps.get("q_proj"))
+            q = layer.apply_map(x, "q_proj")
         else:
-            latent = linear(x, params["q_a_proj"], adapters.maps.get("q_a_proj"))
-            q = linear(rms_norm(latent, params["q_a_norm"], LATENT_EPSILON), params["q_b_proj"], None)
+            latent = layer.apply_map(x, "q_a_proj")
+            q = layer.apply_map(rms_norm(latent, layer.params["q_a_norm"], LATENT_EPSILON), "q_b_proj")
         q = self._split_heads(q)
-        return q[..., : self.plain_dim], self._rotate(q[..., self.plain_dim :], context)
+        return q[..., : self.plain_dim], self._rotate(q[..., self.plain_dim :], layer)
 
-    def _project_latents(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array]:
+    def _project_latents(self, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array]:
         """Return the latents [..., C], and the rotated key that all heads share [..., 1, R]."""
-        both = linear(x, params["kv_a_proj"], adapters.maps.get("kv_a_proj"))
-        latent = rms_norm(both[..., : self.latent_dim], params["kv_a_norm"], LATENT_EPSILON)
-        return latent, self._rotate(both[..., None, self.latent_dim :], context)
+        both = layer.apply_map(x, "kv_a_proj")
+        latent = rms_norm(both[..., : self.latent_dim], layer.params["kv_a_norm"], LATENT_EPSILON)
+        return latent, self._rotate(both[..., None, self.latent_dim :], layer)
 
     def _split_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.num_heads, -1)
 
-    def _rotate(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        return (rotate_pairs if self.has_paired_rope else rotate)(x, *context.angles[self.rotation])
+    def _rotate(self, x: jax.Array, layer: Layer) -> jax.Array:
+        return (rotate_pairs if self.has_paired_rope else rotate)(x, *layer.context.angles[self.rotation])
 
-    def _project_output(self, mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
-        x = mixed.reshape(*mixed.shape[:-2], -1)
-        return linear(x, params["o_proj"], adapters.maps.get("o_proj"))
+
+def _project_output(mixed: jax.Array, layer: Layer) -> jax.Array:
+    return layer.apply_map(mixed.reshape(*mixed.shape[:-2], -1), "o_proj")
 
 
 def _multiply_by_head(equation: str, x: jax.Array, weight: jax.Array, num_heads: int) -> jax.Array:

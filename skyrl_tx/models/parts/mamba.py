@@ -18,8 +18,8 @@ from typing_extensions import override
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.state_space import state_space, state_space_step
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, ShardedSize, Target, UnsupportedModel
-from skyrl_tx.models.parts.recurrent import Heads, Rates, RecurrentMixer, Rule
+from skyrl_tx.models.parts.base import Layer, LayerContext, ShardedSize, Target, UnsupportedModel
+from skyrl_tx.models.parts.recurrent import RecurrentMixer, Rule, mask_padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Mamba(RecurrentMixer):
     """The Mamba-2 layer of Nemotron-H."""
 
     conv_names: ClassVar[tuple[str, ...]] = ("x", "b", "c")
+    step: ClassVar[Rule] = staticmethod(state_space_step)
 
     hidden_size: int
     num_heads: int
@@ -60,9 +61,7 @@ class Mamba(RecurrentMixer):
 
     @override
     def describe(self) -> dict[str, Parameter]:
-        parameters = {
-            name: Parameter((target.inputs, target.outputs), target.axes) for name, target in self.targets().items()
-        }
+        parameters = {name: target.describe() for name, target in self.targets().items()}
         sizes = self._get_channels()
 
         # Maps without adapters are stored as in checkpoints, [out, in].
@@ -94,58 +93,46 @@ class Mamba(RecurrentMixer):
         return {"x": self.num_heads * self.head_dim, "b": groups, "c": groups}
 
     @override
-    def _project(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters) -> dict[str, jax.Array]:
-        projected = {name: linear(x, params[f"in_proj_{name}"].T, None) for name in ("b", "c")}
-        for name in ("x", "z"):
-            projected[name] = linear(x, params[f"in_proj_{name}"], adapters.maps.get(f"in_proj_{name}"))
-        return projected
+    def _project(self, x: jax.Array, layer: Layer) -> dict[str, jax.Array]:
+        projected = {name: linear(x, layer.params[f"in_proj_{name}"].T, None) for name in ("b", "c")}
+        return projected | {name: layer.apply_map(x, f"in_proj_{name}") for name in ("x", "z")}
 
     @override
-    def _split_heads(self, convolved: Mapping[str, jax.Array], params: LayerParams) -> Heads:
-        """Return the inputs x of heads [..., G, H, P], and b and c of groups [..., G, N]."""
+    def _get_rule_inputs(
+        self, x: jax.Array, convolved: Mapping[str, jax.Array], layer: Layer, is_token: jax.Array | None
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Return c and b of groups [..., G, N], inputs [..., G, H, P], and the decay [..., G, H].
+
+        The inputs of heads are multiplied by their time steps. The output map also reads them as
+        they are. Time steps and the logarithms of decays are the rates, float32.
+        """
+        params, by_head = layer.params, (*x.shape[:-1], self.num_groups, self._heads_per_group)
         if self.has_conv_bias:
             convolved = {name: channels + params[f"{name}_conv_bias"] for name, channels in convolved.items()}
-        x, b, c = (jax.nn.silu(convolved[name]) for name in self.conv_names)
-        leading = x.shape[:-1]
-        c, b = (vector.reshape(*leading, self.num_groups, self.state_dim) for vector in (c, b))
-        return {"x": x.reshape(*leading, self.num_groups, self._heads_per_group, self.head_dim), "b": b, "c": c}
+        heads, b, c = (jax.nn.silu(convolved[name]) for name in self.conv_names)
+        c, b = (vector.reshape(*by_head[:-1], self.state_dim) for vector in (c, b))
+        heads = heads.reshape(*by_head, self.head_dim)
 
-    @override
-    def _compute_rates(self, x: jax.Array, params: LayerParams) -> Rates:
-        """Return the time step and the logarithm of the decay, float32 [..., G, H]."""
         step = jax.nn.softplus(multiply(x, params["in_proj_dt"].T) + params["dt_bias"])
         step = jnp.maximum(step, self.least_step) if self.least_step else step
-        shape = (*x.shape[:-1], self.num_groups, self._heads_per_group)
-        return step.reshape(shape), (-jnp.exp(params["decay_log"]) * step).reshape(shape)
-
-    @override
-    def _get_rule_inputs(self, heads: Heads, rates: Rates) -> tuple[jax.Array, ...]:
-        step, decay = rates
-        return heads["c"], heads["b"], step[..., None] * heads["x"], decay
+        step, decay = step.reshape(by_head), (-jnp.exp(params["decay_log"]) * step).reshape(by_head)
+        step, decay = mask_padding(step, is_token), mask_padding(decay, is_token)
+        return (c, b, step[..., None] * heads, decay), heads
 
     @override
     def _get_rule(self, context: LayerContext) -> Rule:
         return state_space
 
     @override
-    def _step(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return state_space_step(*inputs)
-
-    @override
-    def _get_skipped(self, heads: Heads) -> jax.Array:
-        return heads["x"]
-
-    @override
-    def _project_output(
-        self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, params: LayerParams, adapters: LayerAdapters
-    ) -> jax.Array:
+    def _project_output(self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, layer: Layer) -> jax.Array:
         """Add the heads' inputs to the results [..., G, H, P], gate, normalise, map to outputs."""
         assert skipped is not None
+        params = layer.params
         mixed = mixed + params["skip"].reshape(self.num_groups, self._heads_per_group, 1) * skipped
         by_group = (self.num_groups, -1)
         gated = (mixed.reshape(z.shape) * jax.nn.silu(z)).reshape(*z.shape[:-1], *by_group)
         normalised = rms_norm(gated, params["out_norm"].reshape(by_group), self.norm_epsilon)
-        return linear(normalised.reshape(z.shape), params["out_proj"], adapters.maps.get("out_proj"))
+        return layer.apply_map(normalised.reshape(z.shape), "out_proj")
 
     @property
     def _heads_per_group(self) -> int:

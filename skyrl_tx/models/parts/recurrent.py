@@ -9,7 +9,7 @@ heads, G heads of a group.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +27,7 @@ from skyrl_tx.layers.recurrence import (
     short_conv_step,
 )
 from skyrl_tx.layers.sharding import Layout, shard_before_exchange
-from skyrl_tx.models.parts.base import (
-    Axis,
-    CacheSpec,
-    LayerAdapters,
-    LayerContext,
-    LayerParams,
-    Mixer,
-    Rotation,
-)
-
-Heads = Mapping[str, jax.Array]
-"""The outputs of the convolutions, split into heads, by name."""
-
-Rates = tuple[jax.Array, jax.Array]
-"""Two numbers of each head and position. Where both are 0, the rule does not change the state."""
+from skyrl_tx.models.parts.base import Axis, CacheSpec, Layer, LayerContext, LayerParams, Mixer
 
 Masks = tuple[jax.Array, jax.Array | None, ChunkMasks]
 """Masks at the starts of sequences: for the convolutions, with positions to read, and for the rule."""
@@ -61,27 +47,10 @@ class RecurrentMixer(Mixer):
     shares_prefixes: ClassVar[bool] = False
     """Whether the rule for whole rows starts a sequence with the state after its shared prefix."""
 
+    step: ClassVar[Rule]
+    """The rule for one token."""
+
     conv_width: int
-
-    @property
-    @override
-    def rotation(self) -> Rotation | None:
-        return None
-
-    @property
-    @override
-    def heads(self) -> None:
-        return None
-
-    @property
-    @override
-    def cache_heads(self) -> None:
-        return None
-
-    @override
-    def with_cached_dims(self, multiple: int) -> Self:
-        """Return the mixer itself, because the cache has no positions."""
-        return self
 
     @override
     def describe_cache(self) -> CacheSpec:
@@ -104,55 +73,42 @@ class RecurrentMixer(Mixer):
         return *make_prefix_conv_masks(start_BT, prefix, self.conv_width), chunk_masks
 
     @override
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+    def forward(self, x: jax.Array, layer: Layer) -> jax.Array:
         """Run whole rows from an empty state."""
-        dtype = params[f"in_proj_{self.conv_names[0]}"].dtype
+        dtype = layer.params[f"in_proj_{self.conv_names[0]}"].dtype
         empty = {
             name: jnp.zeros((x.shape[0], *array.shape), jnp.float32 if array.is_float32 else dtype)
             for name, array in self.describe_cache().fixed.items()
         }
-        output, _ = self._mix_rows(x, params, adapters, empty, context, masks=context.prepared[self])
+        output, _ = self._mix_rows(x, layer, empty, masks=layer.context.prepared[self])
         return output
 
     @override
-    def prefill(
-        self,
-        x: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
-        cache: PrefillLayerCache,
-        context: LayerContext,
-    ) -> tuple[jax.Array, LayerCache]:
+    def prefill(self, x: jax.Array, layer: Layer, cache: PrefillLayerCache) -> tuple[jax.Array, LayerCache]:
         """Continue from the cached state.
 
         Padding after `context.size` tokens does not change the state.
         """
-        output, fixed = self._mix_rows(x, params, adapters, cache.fixed, context, size=context.size)
+        output, fixed = self._mix_rows(x, layer, cache.fixed, size=layer.context.size)
         return output, LayerCache(fixed=fixed)
 
     @override
-    def decode(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, cache: DecodeLayerCache, context: LayerContext
-    ) -> tuple[jax.Array, LayerCache]:
-        projected, fixed, convolved = self._project(x, params, adapters), {}, {}
+    def decode(self, x: jax.Array, layer: Layer, cache: DecodeLayerCache) -> tuple[jax.Array, LayerCache]:
+        projected, fixed, convolved = self._project(x, layer), {}, {}
         for name in self.conv_names:
             convolved[name], fixed[f"{name}_tail"] = short_conv_step(
-                projected[name], _get_conv_kernel(params, name), cache.fixed[f"{name}_tail"]
+                projected[name], _get_conv_kernel(layer.params, name), cache.fixed[f"{name}_tail"]
             )
 
-        heads = self._split_heads(convolved, params)
-        inputs = self._get_rule_inputs(heads, self._compute_rates(x, params))
-        mixed, fixed["state"] = self._step(*inputs, cache.fixed["state"])
-        output = self._project_output(mixed, self._get_skipped(heads), projected["z"], params, adapters)
-        return output, LayerCache(fixed=fixed)
+        inputs, skipped = self._get_rule_inputs(x, convolved, layer, None)
+        mixed, fixed["state"] = self.step(*inputs, cache.fixed["state"])
+        return self._project_output(mixed, skipped, projected["z"], layer), LayerCache(fixed=fixed)
 
     def _mix_rows(
         self,
         x_BTD: jax.Array,
-        params: LayerParams,
-        adapters: LayerAdapters,
+        layer: Layer,
         fixed: Mapping[str, jax.Array],
-        context: LayerContext,
         *,
         masks: Masks | None = None,
         size: jax.Array | None = None,
@@ -162,34 +118,30 @@ class RecurrentMixer(Mixer):
         Returns the output and the arrays after `size` tokens.
         """
         # Maps and convolutions, on whole rows.
-        layout, projected = context.layout, self._project(x_BTD, params, adapters)
+        layout, projected = layer.context.layout, self._project(x_BTD, layer)
         projected |= {name: _gather_rows(projected[name], layout) for name in self.conv_names}
         conv_masks, sources, chunk_masks = (None, None, None) if masks is None else masks
         convolved = {
             name: short_conv(
-                projected[name], _get_conv_kernel(params, name), fixed[f"{name}_tail"], conv_masks, sources
+                projected[name], _get_conv_kernel(layer.params, name), fixed[f"{name}_tail"], conv_masks, sources
             )
             for name in self.conv_names
         }
 
-        # The rule. Padding gets rates of 0, which leave the state unchanged.
-        heads = self._split_heads(convolved, params)
-        first, second = self._compute_rates(x_BTD, params)
+        # The rule.
         length = x_BTD.shape[1]
-        if size is not None:
-            is_token_BT11 = (jnp.arange(length) < size[..., None])[..., None, None]
-            first, second = jnp.where(is_token_BT11, first, 0.0), jnp.where(is_token_BT11, second, 0.0)
-        inputs = self._get_rule_inputs(heads, (first, second))
-        mixed, state = _run_rule(self._get_rule(context), inputs, fixed["state"], chunk_masks, layout)
+        is_token_BT11 = None if size is None else (jnp.arange(length) < size[..., None])[..., None, None]
+        inputs, skipped = self._get_rule_inputs(x_BTD, convolved, layer, is_token_BT11)
+        mixed, state = _run_rule(self._get_rule(layer.context), inputs, fixed["state"], chunk_masks, layout)
 
         # The output of each device's part of a row, and the last inputs of the convolutions.
-        mixed, skipped = _shard_rows(mixed, layout), self._get_skipped(heads)
+        mixed = _shard_rows(mixed, layout)
         skipped = None if skipped is None else _shard_rows(skipped, layout)
         last = length if size is None else size
         tails = {
             f"{name}_tail": get_last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in self.conv_names
         }
-        return self._project_output(mixed, skipped, projected["z"], params, adapters), {"state": state, **tails}
+        return self._project_output(mixed, skipped, projected["z"], layer), {"state": state, **tails}
 
     @property
     @abstractmethod
@@ -201,38 +153,32 @@ class RecurrentMixer(Mixer):
         """Return the number of channels of each convolution."""
 
     @abstractmethod
-    def _project(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters) -> dict[str, jax.Array]:
+    def _project(self, x: jax.Array, layer: Layer) -> dict[str, jax.Array]:
         """Return the inputs of the convolutions, and the input "z" of the gate."""
 
     @abstractmethod
-    def _split_heads(self, convolved: Mapping[str, jax.Array], params: LayerParams) -> Heads:
-        """Apply the activation to the convolved channels and split them into heads."""
+    def _get_rule_inputs(
+        self, x: jax.Array, convolved: Mapping[str, jax.Array], layer: Layer, is_token: jax.Array | None
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Return the arguments of the rule before the state, and what the output map reads besides its results.
 
-    @abstractmethod
-    def _compute_rates(self, x: jax.Array, params: LayerParams) -> Rates:
-        """Return the rates of each head, float32 [..., K, G]."""
-
-    @abstractmethod
-    def _get_rule_inputs(self, heads: Heads, rates: Rates) -> tuple[jax.Array, ...]:
-        """Return the arguments of the rule before the state."""
+        `convolved` are the results of the convolutions, before the activation. `is_token`
+        [..., 1, 1] is False at padding, where `mask_padding` sets the two rates [..., K, G] of each
+        head to 0, so that the rule does not change the state. None means no padding.
+        """
 
     @abstractmethod
     def _get_rule(self, context: LayerContext) -> Rule:
         """Return the rule for whole rows."""
 
     @abstractmethod
-    def _step(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Run the rule for one token."""
-
-    def _get_skipped(self, heads: Heads) -> jax.Array | None:
-        """Return the heads that the output map reads in addition to the results of the rule."""
-        return None
-
-    @abstractmethod
-    def _project_output(
-        self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, params: LayerParams, adapters: LayerAdapters
-    ) -> jax.Array:
+    def _project_output(self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, layer: Layer) -> jax.Array:
         """Return the output of the mixer, given the results of the rule."""
+
+
+def mask_padding(rate: jax.Array, is_token: jax.Array | None) -> jax.Array:
+    """Return numbers of each head [..., K, G], or 0 at padding."""
+    return rate if is_token is None else jnp.where(is_token, rate, 0.0)
 
 
 def _get_conv_kernel(params: LayerParams, name: str) -> jax.Array:

@@ -15,7 +15,7 @@ from skyrl_tx.layers.parameter import rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext
+from skyrl_tx.models.parts.base import Layer, LayerAdapters, LayerContext
 from tests.support.fast_jit import fast_jit
 
 EPSILON = 1e-3
@@ -79,7 +79,7 @@ def test_a_layer_uses_it_where_it_gives_the_same_numbers(settings: dict[str, Any
     def project(kernels: Kernels) -> list[jax.Array]:
         return [
             y
-            for y in layer._project(x, params, LayerAdapters(), LayerContext(Layout(), angles, kernels=kernels))
+            for y in layer._project(x, Layer(params, LayerAdapters(), LayerContext(Layout(), angles, kernels=kernels)))
             if y is not None
         ]
 

@@ -7,7 +7,7 @@ import pytest
 from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
 from skyrl_tx.layers.sharding import UNSHARDED
-from skyrl_tx.models.parts.base import LayerAdapters, LayerContext
+from skyrl_tx.models.parts.base import Layer, LayerAdapters, LayerContext
 from skyrl_tx.models.parts.feed_forward import SHARED_PREFIX, Mixture
 from tests.support.fast_jit import fast_jit
 
@@ -47,12 +47,12 @@ def make_adapters(*slots: int) -> dict[str, RowAdapter]:
 
 @fast_jit
 def apply(x, params, adapters):
-    return MIXTURE.apply(x, params, LayerAdapters(adapters), LayerContext(UNSHARDED, {}))[0]
+    return MIXTURE.apply(x, Layer(params, LayerAdapters(adapters), LayerContext(UNSHARDED, {})))[0]
 
 
 @fast_jit
 def apply_without(x, params):
-    return WITHOUT.apply(x, params, LayerAdapters(), LayerContext(UNSHARDED, {}))[0]
+    return WITHOUT.apply(x, Layer(params, LayerAdapters(), LayerContext(UNSHARDED, {})))[0]
 
 
 def silu(x: np.ndarray) -> np.ndarray:
