@@ -19,7 +19,7 @@ from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
-from skyrl_tx.layers.flash_attention import BLOCK
+from skyrl_tx.layers.attention import BLOCK
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.weights import hf
 

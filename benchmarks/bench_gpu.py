@@ -81,7 +81,7 @@ TESTS = {
         "-m",
         "",
         "tests/unit/layers/test_kernels.py",
-        "tests/unit/layers/test_grouped_experts.py",
+        "tests/unit/layers/test_experts.py",
         "tests/contract/test_jax.py::TestJax",
     ),
 }

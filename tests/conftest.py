@@ -95,7 +95,7 @@ COMPARES_BITS = (
     *(
         f"tests/unit/layers/test_{name}.py"
         for name in (
-            *("cache_shards", "cache_state", "grouped_experts", "kernels", "logprobs", "lora", "moe", "pages_kernels"),
+            *("cache_shards", "cache_state", "experts", "kernels", "logprobs", "lora", "moe", "pages_kernels"),
             *("recurrence", "sharding", "stable_bits", "state_space"),
         )
     ),

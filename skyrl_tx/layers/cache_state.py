@@ -23,9 +23,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx.layers.attention import attend_segments, decode_attention, paged_attention
-from skyrl_tx.layers.flash_attention import SoftmaxStats
-from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append_token, read_segments
+from skyrl_tx.layers.attention import SoftmaxStats
+from skyrl_tx.layers.kv_cache import (
+    KeyValues,
+    Pages,
+    Segments,
+    append_token,
+    attend_segments,
+    decode_attention,
+    paged_attention,
+    read_segments,
+)
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 

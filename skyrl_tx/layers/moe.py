@@ -1,6 +1,6 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (arXiv:1701.06538).
 
-Shazeer et al. 2017. `experts` has the parameters, and `grouped_experts` the router and the tiles.
+Shazeer et al. 2017. `experts` has the parameters, the router and the tiles.
 
 The products of LoRA factors that all experts share are computed once per token: before tokens go to
 experts, and after the outputs of experts are summed.
@@ -13,7 +13,7 @@ rank, X adapters of experts: E for a single adapter, or A * L * E for a pool.
 """
 
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +21,19 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers import grouped_experts
-from skyrl_tx.layers.experts import BIAS_AXES, MAP_AXES, MAP_NAMES, Clamp, ExpertAdapters, ExpertWeights
-from skyrl_tx.layers.grouped_experts import (
+from skyrl_tx.layers.experts import (
+    BIAS_AXES,
+    MAP_AXES,
+    MAP_NAMES,
     TILES_AT_ONCE,
+    Clamp,
+    ExpertAdapters,
+    ExpertWeights,
     Routing,
     TiledMap,
     Tiling,
+    apply_experts,
+    compute_gradients,
     get_tile_shape,
     map_tiles,
     route,
@@ -325,7 +331,7 @@ def _run_experts(
 
     If the experts share B of down, B is left out, and the sum [M, R] that it has to be multiplied
     with is returned as well. The gradient of a share is computed from the inputs of down (see
-    `grouped_experts.backward`), so the outputs of single experts are not kept.
+    `experts.compute_gradients`), so the outputs of single experts are not kept.
     """
     return _run_experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
 
@@ -357,7 +363,7 @@ def _run_experts_forward(
     if (multiply := kernels.get_tile_kernel()) is not None:
         maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
         add, activate = partial(_add_tile_biases, weights.biases, indices.expert_W), partial(_activate, weights.clamp)
-        outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
+        outputs_W, mapped_WPF = apply_experts(maps, add, activate, *rows)
     else:
         outputs_W, mapped_WPF = map_tiles(run_tile, tiling, (rows, indices))
 
@@ -383,19 +389,10 @@ def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Arra
     def run_tile_backward(tile: Any) -> tuple[_Tokens, jax.Array, dict[str, LoraPair]]:
         (x_PD, inner), (d_y_PD, d_outer_PR), share_P, mapped, index = tile
         maps = _make_expert_maps(weights, pairs, index.expert_W, index.adapter_W, index.scale_W)
-        down = maps.pop("down_proj")
-        z_PF, pull = jax.vjp(activate, *(y_PF.astype(jnp.float32) for y_PF in mapped))
-        unweighted_PF, _, d_down = down.compute_gradient(share_P[:, None] * z_PF, None, d_y_PD, d_outer_PR)
-        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _multiply_bias(d_y_PD, weights.down_bias, index.expert_W)
-
-        # Gate and up.
-        d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
-        for (name, expert_map), d_PF in zip(maps.items(), pull(share_P[:, None] * unweighted_PF), strict=True):
-            by_map_PD, d_PR, d_pairs[name] = expert_map.compute_gradient(x_PD, inner.get(name), d_PF)
-            d_x_PD.append(by_map_PD)
-            if d_PR is not None:
-                d_inner[name] = d_PR
-        return (reduce(jnp.add, d_x_PD).astype(x_PD.dtype), d_inner), d_share_P, {**d_pairs, "down_proj": d_down}
+        d_tokens, d_share_P, d_pairs = compute_gradients(
+            maps, activate, x_PD, inner, mapped, share_P, d_y_PD, d_outer_PR
+        )
+        return d_tokens, d_share_P + _multiply_bias(d_y_PD, weights.down_bias, index.expert_W), d_pairs
 
     def sum_visits(d_W: jax.Array) -> jax.Array:
         return tiling.collect_visits(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
@@ -410,7 +407,7 @@ def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Arra
         maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
         (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows, d_rows
         tiles = x_WPD, inner, mapped_WPF, share_WP, d_y_WPD, d_outer_WPR
-        d_tokens_W, d_share_WP, d_pairs_W = grouped_experts.backward(maps, activate, *tiles)
+        d_tokens_W, d_share_WP, d_pairs_W = compute_gradients(maps, activate, *tiles)
         d_share_WP += _multiply_bias(d_y_WPD, weights.down_bias, indices.expert_W)
     else:
         tiles = rows, d_rows, share_WP, mapped_WPF, indices

@@ -1,6 +1,6 @@
 """Chunks, masks of packed rows and short convolutions, which all recurrences over tokens use.
 
-The recurrences are in `delta_rule` and `state_space`. In training and prefill, rows are cut into
+The recurrences are in `recurrent_rules`. In training and prefill, rows are cut into
 chunks. Within a chunk, all positions are computed by matrix products; only the chunks are
 sequential. In decoding, functions called `..._step` compute one token of each sequence.
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.custom_derivatives import linear_call
 
-from skyrl_tx.layers.flash_attention import KeyRange
+from skyrl_tx.layers.attention import KeyRange
 
 CHUNK_POSITIONS = 64
 """Positions of a chunk.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx.layers import logprobs
+from skyrl_tx.layers.attention import KeyRange, find_positions
 from skyrl_tx.layers.cache_state import (
     BlockTable,
     Cache,
@@ -30,7 +31,6 @@ from skyrl_tx.layers.cache_state import (
     unstack_layers,
     write_cache,
 )
-from skyrl_tx.layers.flash_attention import KeyRange, find_positions
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.parameter import Parameter, rms_norm

@@ -6,7 +6,7 @@ DeepSeek-AI 2024, arXiv:2412.19437.
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, check_number, check_values, read_required, read_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_dense
 from skyrl_tx.models.parts.base import FeedForward

@@ -6,8 +6,7 @@ OpenAI 2025, arXiv:2508.10925.
 from dataclasses import replace
 from typing import Any
 
-from skyrl_tx.layers.experts import Clamp
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Clamp, Routing
 from skyrl_tx.models.config import Block, HfConfig, check_number, get_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_layer_types, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel

@@ -3,7 +3,7 @@
 Qwen Team 2025, arXiv:2505.09388.
 """
 
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_dense
 from skyrl_tx.models.parts.base import FeedForward

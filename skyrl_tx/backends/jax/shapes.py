@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.attention import PAST_BLOCK_KEYS
-from skyrl_tx.layers.kv_cache import PAGE_SIZE
+from skyrl_tx.layers.kv_cache import PAGE_SIZE, PAST_BLOCK_KEYS
 
 SHORTEST_CHUNK = 32
 """The minimum padded size of a prompt's last chunk, if the largest chunk is below LARGE_CHUNK."""

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.flash_attention import MASKED_SCORE
+from skyrl_tx.layers.attention import MASKED_SCORE
 from skyrl_tx.layers.remat import mark_matmul
 
 MULTIPLE = 128

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.grouped_experts import AddedProducts
+from skyrl_tx.layers.experts import AddedProducts
 from skyrl_tx.layers.kernels.gpu_flash_attention import SMALL_MEMORY, dot
 
 MAX_OUTPUTS, MAX_INPUTS = 128, 64

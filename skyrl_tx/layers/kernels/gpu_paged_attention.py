@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
+from skyrl_tx.layers.attention import MASKED_SCORE, SoftmaxStats
 from skyrl_tx.layers.kernels.gpu_flash_attention import dot
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 

@@ -2,7 +2,7 @@
 
 There are kernels for attention in training, for attention over the pages of the KV cache, and for
 experts. Everything that no kernel computes, on other platforms as well, is computed by plain JAX:
-the loops of `layers.flash_attention` and `layers.attention.paged_attention`, and XLA's products.
+the loops of `layers.attention` and `layers.kv_cache.paged_attention`, and XLA's products.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers.attention import attend_past_in_blocks
-from skyrl_tx.layers.flash_attention import SoftmaxStats
-from skyrl_tx.layers.kv_cache import Pages
+from skyrl_tx.layers.attention import SoftmaxStats
+from skyrl_tx.layers.kv_cache import Pages, attend_past_in_blocks
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import Layout
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from skyrl_tx.layers.grouped_experts import AddedProducts
+from skyrl_tx.layers.experts import AddedProducts
 
 MAX_BLOCK_BYTES = 2**21
 """The maximum size of a block of a matrix, unless LANES outputs alone take more.

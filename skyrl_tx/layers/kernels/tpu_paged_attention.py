@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
+from skyrl_tx.layers.attention import MASKED_SCORE, SoftmaxStats
 from skyrl_tx.layers.kv_cache import Pages
 
 MAX_BLOCK_KEYS = 256

@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 import jax
 from flax import struct
 
+from skyrl_tx.layers.attention import KeyRange
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.experts import ExpertAdapters
-from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter, linear
 from skyrl_tx.layers.parameter import Axis, Parameter

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from skyrl_tx.layers.delta_rule import delta_rule, delta_step
 from skyrl_tx.layers.lora import multiply
 from skyrl_tx.layers.parameter import Parameter, rms_norm
+from skyrl_tx.layers.recurrent_rules import delta_rule, delta_step
 from skyrl_tx.layers.stable_bits import sum_last_dim
 from skyrl_tx.models.parts.base import Layer, LayerContext, ShardedSize, Target, UnsupportedModel
 from skyrl_tx.models.parts.recurrent import RecurrentMixer, Rule, mask_padding

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights
-from skyrl_tx.layers.grouped_experts import Routing, count_visits
+from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights, Routing, count_visits
 from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.parameter import Parameter, rms_norm
-from skyrl_tx.layers.state_space import state_space, state_space_step
+from skyrl_tx.layers.recurrent_rules import state_space, state_space_step
 from skyrl_tx.models.parts.base import Layer, LayerContext, ShardedSize, Target, UnsupportedModel
 from skyrl_tx.models.parts.recurrent import RecurrentMixer, Rule, mask_padding
 

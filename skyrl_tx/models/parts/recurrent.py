@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from skyrl_tx.layers.attention import KeyRange
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
-from skyrl_tx.layers.flash_attention import KeyRange
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.recurrence import (
     ChunkMasks,

@@ -13,13 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.attention import (
-    DENSE_LENGTH,
-    causal_attention,
-    dense_attention,
-)
+from skyrl_tx.layers.attention import DENSE_LENGTH, KeyRange, causal_attention, dense_attention, flash_attention
 from skyrl_tx.layers.cache_state import DecodeLayerCache, PrefillLayerCache
-from skyrl_tx.layers.flash_attention import KeyRange, flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit

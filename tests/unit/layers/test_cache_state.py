@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers import cache_state
-from skyrl_tx.layers.attention import attend_segments
 from skyrl_tx.layers.cache_state import BlockTable, Cache, LayerCache
-from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append_token
+from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append_token, attend_segments
 from tests.support.fast_jit import fast_jit
 from tests.support.paged_arrays import get_positions, join_pages, make_table, split_into_pages
 

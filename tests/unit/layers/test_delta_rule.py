@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.delta_rule import _invert, delta_rule, delta_step
 from skyrl_tx.layers.recurrence import CHUNK_POSITIONS, ChunkMasks
+from skyrl_tx.layers.recurrent_rules import _invert, delta_rule, delta_step
 from tests.support.fast_jit import fast_jit
 
 K, G, D, E = 2, 2, 16, 8

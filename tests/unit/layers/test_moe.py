@@ -7,8 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.experts import BIAS_AXES, Clamp, ExpertAdapters, ExpertWeights, get_pooled_expert_adapters
-from skyrl_tx.layers.grouped_experts import Routing, route, sort_into_tiles, sum_by_index
+from skyrl_tx.layers.experts import (
+    BIAS_AXES,
+    Clamp,
+    ExpertAdapters,
+    ExpertWeights,
+    Routing,
+    get_pooled_expert_adapters,
+    route,
+    sort_into_tiles,
+    sum_by_index,
+)
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowSlots
 from skyrl_tx.layers.moe import apply_mixture
 from tests.support.fast_jit import fast_jit

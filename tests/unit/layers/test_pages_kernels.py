@@ -14,7 +14,6 @@ import pytest
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
-from skyrl_tx.layers.attention import decode_attention, paged_attention
 from skyrl_tx.layers.kernels.registry import (
     MOSAIC_PAGES,
     PAGED_ATTENTION_KERNELS,
@@ -23,7 +22,7 @@ from skyrl_tx.layers.kernels.registry import (
     Kernels,
     PagedAttentionKernel,
 )
-from skyrl_tx.layers.kv_cache import KeyValues, Pages
+from skyrl_tx.layers.kv_cache import KeyValues, Pages, decode_attention, paged_attention
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from tests.support.child_process import run_in_own_process
 from tests.support.fast_jit import fast_jit

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.delta_rule import delta_rule
-from skyrl_tx.layers.flash_attention import KeyRange
+from skyrl_tx.layers.attention import KeyRange
 from skyrl_tx.layers.recurrence import ChunkMasks, make_conv_masks, make_prefix_conv_masks, short_conv
+from skyrl_tx.layers.recurrent_rules import delta_rule
 from tests.support.fast_jit import fast_jit
 from tests.unit.layers.test_delta_rule import Inputs, by_steps, draw, zeros
 

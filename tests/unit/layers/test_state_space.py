@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.recurrence import CHUNK_POSITIONS, ChunkMasks
-from skyrl_tx.layers.state_space import state_space, state_space_step
+from skyrl_tx.layers.recurrent_rules import state_space, state_space_step
 from tests.support.fast_jit import fast_jit
 
 G, H, N, P = 2, 3, 16, 8

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.experts import Clamp
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Clamp, Routing
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import (
     ModelConfig,

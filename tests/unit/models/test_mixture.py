@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Routing
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
 from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.parts.base import Layer, LayerAdapters, LayerContext

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.layers.grouped_experts import Routing
+from skyrl_tx.layers.experts import Routing
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family
 from skyrl_tx.models.config import Block

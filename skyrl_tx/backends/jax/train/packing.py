@@ -27,7 +27,7 @@ from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import MeanTerm, PassResult
-from skyrl_tx.layers.flash_attention import KeyRange
+from skyrl_tx.layers.attention import KeyRange
 from skyrl_tx.losses import LOSSES, MEANS, LossOutput
 
 MIN_ROW_LENGTH = 64

@@ -164,6 +164,6 @@ def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
     run_in_own_process(_model_on_a_mesh, tmp_path)
 
 
-@pytest.mark.slow  # layers/test_grouped_experts.py covers kernels on one device, and the test above covers meshes
+@pytest.mark.slow  # layers/test_experts.py covers kernels on one device, and the test above covers meshes
 def test_experts_by_kernels_on_a_mesh_give_the_gradient_of_one_device(tmp_path):
     run_in_own_process(_experts_on_a_mesh, tmp_path)

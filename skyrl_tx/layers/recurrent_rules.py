@@ -1,13 +1,19 @@
-"""The gated delta rule, computed chunk by chunk (linear attention, Yang et al. 2024, arXiv:2412.06464).
+"""The rules of recurrent layers, computed chunk by chunk: the gated delta rule and Mamba-2's state space.
 
-A head keeps a state S [D, E], which decays, forgets what it returned for a key, and learns the key's
-value:
+With the gated delta rule (linear attention, Yang et al. 2024, arXiv:2412.06464), a head keeps a
+state S [D, E], which decays, forgets what it returned for a key, and learns the key's value:
 
     S_t = exp(g_t) S_{t-1},   S_t += k_t (beta_t (v_t - S_t^T k_t))^T,   o_t = S_t^T q_t
 
+In the state space (Dao and Gu 2024, arXiv:2405.21060), a head keeps a state S [N, P], which decays,
+and each position adds its input:
+
+    S_t = exp(a_t) S_{t-1} + b_t x_t^T,   y_t = S_t^T c_t
+
 Legend: B batch, T tokens, S slots (one decoding sequence each), N chunks, C positions of a chunk (i
-reads, j is read), K key heads, G value heads of each key head, H value heads, D key dim, E value
-dim.
+reads, j is read). Delta rule: K key heads, G value heads of each key head, H value heads, D key
+dim, E value dim. State space: G groups of heads, H heads of a group, N dims of `b` and `c`, P dims
+of a head.
 """
 
 import math
@@ -269,20 +275,73 @@ def delta_step(
     state_SKGDE: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output [S, K, G, E] of one token of each slot, and the state after it, float32."""
+
+    def run_step(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_SKD, k_SKD, v_SKGE, beta_SKG, decay_SKG, state_SKGDE = inputs
+        state_SKGDE = state_SKGDE * jnp.exp(decay_SKG)[..., None, None]
+        read_SKGE = jnp.sum(state_SKGDE * k_SKD[:, :, None, :, None], axis=-2)
+        learned_SKGE = beta_SKG[..., None] * (v_SKGE - read_SKGE)
+        state_SKGDE = state_SKGDE + k_SKD[:, :, None, :, None] * learned_SKGE[..., None, :]
+        return jnp.sum(state_SKGDE * q_SKD[:, :, None, :, None], axis=-2), state_SKGDE
+
     inputs = q_SKD, k_SKD, v_SKGE, beta_SKG, decay_SKG, state_SKGDE
-    return apply_batch_invariant(_delta_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
+    return apply_batch_invariant(run_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
 
 
-def _delta_step(
-    q_SKD: jax.Array,
-    k_SKD: jax.Array,
-    v_SKGE: jax.Array,
-    beta_SKG: jax.Array,
-    decay_SKG: jax.Array,
-    state_SKGDE: jax.Array,
+def state_space(
+    c_BTGN: jax.Array,
+    b_BTGN: jax.Array,
+    x_BTGHP: jax.Array,
+    decay_BTGH: jax.Array,
+    state_BGHNP: jax.Array,
+    masks: ChunkMasks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    state_SKGDE = state_SKGDE * jnp.exp(decay_SKG)[..., None, None]
-    read_SKGE = jnp.sum(state_SKGDE * k_SKD[:, :, None, :, None], axis=-2)
-    learned_SKGE = beta_SKG[..., None] * (v_SKGE - read_SKGE)
-    state_SKGDE = state_SKGDE + k_SKD[:, :, None, :, None] * learned_SKGE[..., None, :]
-    return jnp.sum(state_SKGDE * q_SKD[:, :, None, :, None], axis=-2), state_SKGDE
+    """Return the outputs [B, T, G, H, P] and the state after the last position; all are float32.
+
+    `decay` is a <= 0, and `state` is the state before the first position. With `masks`, each
+    sequence of a row starts with an empty state; None continues from `state`. A position with x = 0
+    and decay = 0 leaves the state unchanged.
+    """
+    length = x_BTGHP.shape[1]
+    c, b = (jnp.moveaxis(split_chunks(x_BTGN), 2, 3) for x_BTGN in (c_BTGN, b_BTGN))
+    x, decay = (jnp.moveaxis(split_chunks(leaf), 2, 4) for leaf in (x_BTGHP, decay_BTGH))
+    # The backward pass recomputes chunks: their intermediate results exceed all other activations.
+    run_chunk = jax.checkpoint(_run_state_space_chunk, prevent_cse=False)
+    state_BGHNP, y = jax.lax.scan(run_chunk, state_BGHNP, (c, b, x, DecaySums.from_decays(decay), masks))
+    y = jnp.moveaxis(y, (0, 4), (1, 2))
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :length], state_BGHNP
+
+
+def _run_state_space_chunk(
+    state_BGHNP: jax.Array, inputs: tuple[jax.Array, jax.Array, jax.Array, DecaySums, ChunkMasks | None]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the state after a chunk, and the chunk's outputs [B, G, H, C, P]."""
+    c_BGCN, b_BGCN, x_BGHCP, sums_BGHC, masks = inputs
+    reads_Bij, continues_BC = get_chunk_masks(masks, c_BGCN.shape[2])
+
+    # Mask before exp, so that no gradient is infinite.
+    between_BGHij = jnp.exp(jnp.where(reads_Bij[:, None, None], sums_BGHC.subtract(sums_BGHC), -jnp.inf))
+    before_BGHC1 = jnp.exp(jnp.where(continues_BC[:, None, None], sums_BGHC.total, -jnp.inf))[..., None]
+
+    multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    cb_BGij = multiply("bgin,bgjn->bgij", c_BGCN, b_BGCN)
+    y_BGHCP = before_BGHC1 * multiply("bgin,bghnp->bghip", c_BGCN, state_BGHNP)
+    y_BGHCP = y_BGHCP + multiply("bghij,bghjp->bghip", cb_BGij[:, :, None] * between_BGHij, x_BGHCP)
+    last_BGHCP = x_BGHCP * between_BGHij[..., -1, :, None]
+    state_BGHNP = state_BGHNP * before_BGHC1[..., -1:, :]
+    return state_BGHNP + multiply("bgjn,bghjp->bghnp", b_BGCN, last_BGHCP), y_BGHCP
+
+
+def state_space_step(
+    c_SGN: jax.Array, b_SGN: jax.Array, x_SGHP: jax.Array, decay_SGH: jax.Array, state_SGHNP: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output [S, G, H, P] of one token of each slot, and the state after it, float32."""
+
+    def run_step(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c_SGN, b_SGN, x_SGHP, decay_SGH, state_SGHNP = inputs
+        state_SGHNP = state_SGHNP * jnp.exp(decay_SGH)[..., None, None]
+        state_SGHNP = state_SGHNP + b_SGN[:, :, None, :, None] * x_SGHP[..., None, :]
+        return jnp.sum(state_SGHNP * c_SGN[:, :, None, :, None], axis=-2), state_SGHNP
+
+    inputs = c_SGN, b_SGN, x_SGHP, decay_SGH, state_SGHNP
+    return apply_batch_invariant(run_step, *inputs, width=math.prod(x_SGHP.shape[1:]))

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.experts import Clamp, ExpertAdapters, ExpertWeights, get_pooled_expert_adapters
-from skyrl_tx.layers.grouped_experts import AddedProducts, Routing, choose_tile_size, get_tile_shape
+from skyrl_tx.layers.experts import (
+    AddedProducts,
+    Clamp,
+    ExpertAdapters,
+    ExpertWeights,
+    Routing,
+    choose_tile_size,
+    get_pooled_expert_adapters,
+    get_tile_shape,
+)
 from skyrl_tx.layers.kernels.registry import EXPERTS_KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
 from skyrl_tx.layers.lora import LoraPair, RowSlots
 from skyrl_tx.layers.moe import apply_mixture
