@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from skyrl_tx.models.adapters import (
     GroupPairs,
@@ -20,7 +21,14 @@ from skyrl_tx.models.adapters import (
     join_pairs,
     make_adapter_format,
 )
-from skyrl_tx.models.config import HfConfig, ModelConfig
+from skyrl_tx.models.config import (
+    DecoderParams,
+    ModelConfig,
+    describe_cache,
+    describe_params,
+    make_empty_cache,
+    unstack_params,
+)
 from skyrl_tx.models.decoder import (
     constrain_cache,
     decode_step,
@@ -41,7 +49,6 @@ from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.nemotron_h import NEMOTRON_H
-from skyrl_tx.models.params import DecoderParams, describe_cache, describe_params, make_empty_cache, unstack_params
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
@@ -63,7 +70,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 }
 
 
-def find_family(hf: HfConfig) -> ModelFamily:
+def find_family(hf: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a `config.json`. Raises UnsupportedModel for an unknown architecture."""
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else ():

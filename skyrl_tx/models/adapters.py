@@ -22,8 +22,7 @@ from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.layers.experts import get_expert_adapters, get_pooled_expert_adapters
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.parameter import Axis, flatten
-from skyrl_tx.models.config import ExpertLora, Group, ModelConfig
-from skyrl_tx.models.params import describe_params
+from skyrl_tx.models.config import ExpertLora, Group, ModelConfig, describe_params
 from skyrl_tx.models.parts.base import LayerAdapters, Target
 from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, AdapterFormat, TargetModule, find_stack, split_modules

@@ -1,18 +1,27 @@
-"""The configuration of the decoder, and readers for the `config.json` of Hugging Face checkpoints.
+"""The configuration of the decoder as data, its parameter tree, and its KV cache.
 
-The readers refuse every key that would change the maths, instead of ignoring it. This includes
-quantization configs, except for the packed formats that the server can read.
+Weights of equal layers are stacked for training. For decoding on a CPU they can be separated into
+one tree per layer (`unstack_params`).
+
+Legend: D embed, V vocab, n layers of a stack.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models.parts.base import CacheSpec, FeedForward, Mixer, Target, UnsupportedModel
-from skyrl_tx.weights.packed import FP8_BLOCK, INT4_GROUP
+import jax
+import jax.numpy as jnp
+from flax import struct
 
-HfConfig = Mapping[str, Any]
+from skyrl_tx.layers import cache_state
+from skyrl_tx.layers.cache_state import Cache, LayerCache, get_position_axes
+from skyrl_tx.layers.kernels.registry import NO_KERNELS, Kernels
+from skyrl_tx.layers.kv_cache import PAGE_SIZE
+from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
+from skyrl_tx.models.parts.base import CacheSpec, FeedForward, LayerParams, Mixer, Target
+from skyrl_tx.process.memory import discard_zeros
 
 ExpertLora = Literal["shared", "own"]
 """The form of experts' adapters.
@@ -157,218 +166,173 @@ class ModelConfig:
         return sum(len(stack.layers) for stack in self.stacks)
 
 
-def read_required(hf: HfConfig, key: str) -> Any:
-    """Return a value of `config.json`. Raises UnsupportedModel if the key is absent or null."""
-    value = hf.get(key)
-    if value is None:
-        raise UnsupportedModel(f"config.json of a {(hf.get('architectures') or ['model'])[0]} lacks {key!r}")
-    return value
+OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
+"""Names of the norms of the outputs of mixer and feed-forward, in blocks with `has_output_norms`."""
+
+StackParams = LayerParams | tuple[LayerParams, ...]
+"""The parameters of a stack, by name.
+
+They are either stacked, so that each array has a leading dim n, or a tuple with one entry per
+layer.
+"""
 
 
-def read_size(hf: HfConfig, key: str) -> int:
-    """Return a positive whole number of `config.json`.
+@struct.dataclass
+class DecoderParams:
+    """All base weights, as arrays or as `Parameter`s that describe them."""
 
-    Raises UnsupportedModel for anything else.
-    """
-    value = read_required(hf, key)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json has {key} = {value!r}; it must be a whole number above 0")
-    return value
+    embed: Any  # [V, D]
+    layers: tuple[StackParams, ...]  # one entry per stack; linear maps are [in, out]
+    final_norm: Any  # [D]
+    unembed: Any = None  # [V, D]; None if tied to `embed`
+    layout: Layout = struct.field(pytree_node=False, default=UNSHARDED)
+    """The sharding of these arrays and of all results computed with them."""
+    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)
+    """The kernels that the computations use."""
+    is_transposed: bool = struct.field(pytree_node=False, default=False)
+    """Whether linear maps are stored as [out, in], see `unstack_params`."""
 
+    @property
+    def has_separate_layers(self) -> bool:
+        """Whether the layers are separate rather than stacked, so that programs unroll them."""
+        return any(isinstance(stack, tuple) for stack in self.layers)
 
-# Keys that would change the maths, with the values that have no effect. Any other value is refused.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "pretraining_tp": (1, None),
-    "partial_rotary_factor": (1, 1.0, None),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "embedding_multiplier": (1, 1.0, None),
-    "residual_multiplier": (1, 1.0, None),
-    "attention_multiplier": (None,),
-    "logits_scaling": (1, 1.0, None),
-    "clip_qkv": (None,),
-    "num_experts": (0, None),
-    "num_local_experts": (0, None),
-}
-
-# The keys that a RoPE description must have besides its theta and its type. They are fields of
-# `Rope`.
-ROPE_KEYS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "longrope": frozenset({"factor", "original_max_position_embeddings", "short_factor"}),
-}
-OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
-    "yarn": frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}),
-    "longrope": frozenset({"attention_factor", "long_factor"}),
-}
-_ABSENT_IF_ZERO = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-"""Keys that transformers treats as absent if they are 0."""
-_ORIGINAL = "original_max_position_embeddings"
+    @property
+    def unembed_VD(self) -> Any:
+        """The unembedding matrix [V, D]."""
+        return self.embed if self.unembed is None else self.unembed
 
 
-def check_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedModel if a key has a value that is neither null nor in `accepted`."""
-    for key, values in accepted.items():
-        if hf.get(key) not in (None, *values):
-            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
+def describe_params(config: ModelConfig) -> DecoderParams:
+    """Return the shape, axes and initialisation of every parameter, as a tree of `Parameter`."""
+    D, V = config.hidden_size, config.vocab_size
+    return DecoderParams(
+        embed=Parameter((V, D), ("vocab", "embed")),
+        layers=tuple(_describe_stack(stack, D) for stack in config.stacks),
+        final_norm=Parameter((D,), ("embed",), "ones", is_float32=True),
+        unembed=None if config.tied_embeddings else Parameter((V, D), ("vocab", "embed")),
+    )
 
 
-def check_supported(hf: HfConfig, *, reads: frozenset[str]) -> None:
-    """Raise UnsupportedModel if the config needs a feature that is not supported.
+def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
+    norm = Parameter((hidden_size,), ("embed",), "ones", is_float32=True)
+    block, parameters = stack.block, dict[str, Parameter]()
+    mixer_output_norm, mlp_output_norm = OUTPUT_NORMS
+    for name, output_norm, part in (
+        ("attn_norm", mixer_output_norm, block.mixer),
+        ("mlp_norm", mlp_output_norm, block.feed_forward),
+    ):
+        norms = (name, output_norm) if block.has_output_norms else (name,)
+        new = {} if part is None else {**dict.fromkeys(norms, norm), **part.describe()}
+        duplicates = sorted(parameters.keys() & new.keys())
+        assert not duplicates, f"the parts of a block have parameters with the same names: {duplicates}"
+        parameters |= new
 
-    The function checks the keys of `NEUTRAL`, sliding windows and quantization. Keys in `reads` are
-    not checked, because the family reads them.
-    """
-    for key, neutral in NEUTRAL.items():
-        if key in hf and key not in reads and hf[key] not in neutral:
-            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
-    if "quantization_config" not in reads:
-        check_quantization(hf.get("quantization_config"))
-    # Configs of Qwen contain a window, which has no effect unless `use_sliding_window` is true.
-    if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
-        raise UnsupportedModel(
-            f"config.json has sliding_window = {hf['sliding_window']!r} and use_sliding_window = true; not supported"
+    # Add the dimension of the stacked layers.
+    num_layers = len(stack.layers)
+    return {
+        name: replace(
+            parameter,
+            shape=(num_layers, *parameter.shape),
+            axes=("layers", *parameter.axes),
+            layers=stack.layers,
         )
-    unsupported = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if unsupported and "layer_types" not in reads:
-        raise UnsupportedModel(f"config.json has layer_types with {unsupported}; supported: 'full_attention'")
-
-
-def get_rope(hf: HfConfig) -> tuple[str, HfConfig]:
-    """Return the RoPE description of a `config.json`, and its key.
-
-    The key is `rope_parameters` (transformers 5) or `rope_scaling` (before). Raises
-    UnsupportedModel if the config has two different descriptions.
-    """
-    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
-        raise UnsupportedModel(f"config.json has rope_parameters and rope_scaling, which differ: {given}; remove one")
-    name, rope = next(iter(given.items()), ("rope_parameters", {}))
-    if not isinstance(rope, Mapping):
-        raise UnsupportedModel(f"config.json has {name} = {rope!r}; it must be an object")
-    return name, rope
-
-
-def read_rope(hf: HfConfig) -> Rope:
-    """Read the RoPE description of a `config.json`, with the defaults of transformers."""
-    name, given = get_rope(hf)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_KEYS:
-        raise UnsupportedModel(f"config.json has {name} of type {kind!r}; supported: {', '.join(ROPE_KEYS)}")
-
-    # Refuse unknown keys, unless their value has no effect.
-    optional = OPTIONAL_ROPE_KEYS.get(kind, frozenset())
-    extra = set(given) - {"rope_theta", "rope_type", "type"} - ROPE_KEYS[kind] - optional
-    neutral = {key for key in extra if given[key] in NEUTRAL.get(key, (None,))}
-    if extra - neutral:
-        raise UnsupportedModel(
-            f"config.json has {name} with {sorted(extra - neutral)}, which type {kind!r} does not support"
-        )
-
-    # Fill in the defaults, and check the required keys.
-    values = {key: value for key, value in given.items() if value is not None and (value or key not in _ABSENT_IF_ZERO)}
-    if _ORIGINAL in ROPE_KEYS[kind]:
-        length = hf.get("max_position_embeddings")
-        values[_ORIGINAL] = original = hf.get(_ORIGINAL) or values.get(_ORIGINAL) or length
-        if kind in ("yarn", "longrope") and "factor" not in values and length and original:
-            values["factor"] = length / original
-    missing = ROPE_KEYS[kind] - set(values)
-    if missing:
-        raise UnsupportedModel(f"config.json has {name} of type {kind!r} without {sorted(missing)}")
-
-    # Check the values.
-    theta = values.get("rope_theta", hf.get("rope_theta"))
-    if theta is None:
-        raise UnsupportedModel("config.json has no rope_theta")
-    fields: dict[str, Any] = {"theta": check_number("rope_theta", theta)}
-    for key in sorted((ROPE_KEYS[kind] | optional) & set(values) - {"long_factor"}):
-        value, path = values[key], f"{name}.{key}"
-        if key == "short_factor":
-            fields[key] = tuple(
-                check_number(path, number) for number in (value if isinstance(value, list) else [value])
-            )
-        else:
-            fields[key] = bool(value) if key == "truncate" else check_number(path, value)
-    return Rope(kind=kind, **fields)
-
-
-def check_number(path: str, value: Any) -> float:
-    """Return a value of `config.json` as a float.
-
-    Raises UnsupportedModel unless it is a finite number above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UnsupportedModel(f"config.json has {path} = {value!r}; it must be a number above 0")
-    return float(value)
-
-
-_QUANTIZATION_KEY = "quantization_config"
-_Accepted = Mapping[str, tuple[Any, ...]]
-
-_FP8: _Accepted = {
-    "fmt": ("e4m3",),
-    "activation_scheme": ("dynamic",),  # has no effect, because activations are not quantized here
-    "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
-}
-_INT4: _Accepted = {
-    "format": ("pack-quantized",),
-    "sparsity_config": (None, {}),
-    "transform_config": (None, {}),
-}
-_INT4_GROUP: _Accepted = {"format": (None, "pack-quantized")}
-_INT4_WEIGHTS: _Accepted = {
-    "num_bits": (4,),
-    "type": ("int",),
-    "symmetric": (True,),
-    "strategy": ("group",),
-    "group_size": (INT4_GROUP,),
-    "dynamic": (False, None),
-}
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("quant_method", "scale_fmt", "modules_to_not_convert"),  # packed tensors are recognised by their names
-        *("config_groups", "global_compression_ratio", "ignore", "quantization_status", "version"),
-        *("targets", "weights", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+        for name, parameter in parameters.items()
     }
-)
 
 
-def check_quantization(given: Mapping[str, Any] | None) -> None:
-    """Raise UnsupportedModel if a checkpoint is quantized in a format that the server cannot read.
+def split_stacks(params: DecoderParams, unstack: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
+    """Return the parameters with separate layers.
 
-    Supported are FP8 blocks, INT4 groups, and no quantization. The message names the key and its
-    value.
+    `unstack` splits one stacked array into one entry per layer.
     """
-    if given is None:
-        return
-    method = given.get("quant_method")
-    if method == "fp8":
-        _check_quantization_values(_QUANTIZATION_KEY, given, _FP8)
-    elif method == "compressed-tensors":
-        _check_quantization_values(_QUANTIZATION_KEY, given, _INT4)
-        for name, group in (given.get("config_groups") or {}).items():
-            path = f"{_QUANTIZATION_KEY}.config_groups.{name}"
-            _check_quantization_values(path, group, _INT4_GROUP)
-            _check_quantization_values(f"{path}.weights", group.get("weights") or {}, _INT4_WEIGHTS)
-    else:
-        raise UnsupportedModel(
-            f"config.json has {_QUANTIZATION_KEY}.quant_method = {method!r}; supported: 'fp8', 'compressed-tensors'"
+
+    def split_stack(stack: StackParams) -> tuple[LayerParams, ...]:
+        assert not isinstance(stack, tuple), "the layers are separate already"
+        by_name = {name: unstack(leaf) for name, leaf in stack.items()}
+        return tuple(dict(zip(by_name, layer, strict=True)) for layer in zip(*by_name.values(), strict=True))
+
+    return replace(params, layers=tuple(map(split_stack, params.layers)))
+
+
+def unstack_params(params: DecoderParams, config: ModelConfig) -> DecoderParams:
+    """Return a copy of the parameters with separate layers, for decoding on a CPU.
+
+    Decoding with stacked layers would copy them in every step. Linear maps are stored as [out, in];
+    `transpose_layer` undoes this inside the program. With this storage order XLA on CPU sums the
+    products of 2 to 256 rows in the same order, so a row has the same bits in a batch of any of
+    these sizes.
+    """
+
+    def transpose_stack(stack: Stack, layers: StackParams) -> tuple[LayerParams, ...]:
+        assert isinstance(layers, tuple)
+        return tuple(transpose_layer(stack.block, layer) for layer in layers)
+
+    separate = split_stacks(params, cache_state.unstack_layers).layers
+    return replace(params, layers=tuple(map(transpose_stack, config.stacks, separate)), is_transposed=True)
+
+
+def transpose_layer(block: Block, params: LayerParams) -> LayerParams:
+    """Return the parameters of one layer with transposed linear maps.
+
+    Inside a jitted program this copies nothing.
+    """
+    maps = _find_linear_maps(block)
+    return {name: jnp.swapaxes(leaf, 0, 1) if name in maps else leaf for name, leaf in params.items()}
+
+
+def _find_linear_maps(block: Block) -> frozenset[str]:
+    """Return the names of the linear maps [in, out] of a block, except the maps of experts."""
+    adapted = {name for name, target in block.targets().items() if target.num_experts is None}
+    described = {name: parameter for part in block.parts for name, parameter in part.describe().items()}
+    return frozenset(adapted | {name for name, parameter in described.items() if parameter.axes == ("embed", "heads")})
+
+
+def make_empty_cache(
+    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
+) -> Cache:
+    """Return an empty cache on the devices of the weights, with the sharding that programs use.
+
+    On CPU, a page takes no memory before it is first written.
+    """
+
+    def make_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+        for shard in zeros.addressable_shards:
+            if shard.device.platform == "cpu":
+                discard_zeros(shard.data.block_until_ready().unsafe_buffer_pointer(), shard.data.nbytes)
+        return zeros
+
+    return jax.tree.map(make_zeros, describe_cache(params, config, num_pages, num_states, page))
+
+
+def describe_cache(
+    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
+) -> Cache:
+    """Return the arrays of `make_empty_cache` as `jax.ShapeDtypeStruct`s.
+
+    `params` may also hold such structs instead of arrays.
+    """
+    layout, dtype = params.layout, params.embed.dtype
+
+    def make_shape(parameter: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding(axes, dims) if layout.is_sharded else params.embed.sharding
+        return jax.ShapeDtypeStruct(dims, jnp.float32 if parameter.is_float32 else dtype, sharding=sharding)
+
+    def describe_stack(stack: Stack) -> LayerCache:
+        spec, num_layers = stack.block.describe_cache(), len(stack.layers)
+
+        def describe_positions(parameter: Parameter) -> jax.ShapeDtypeStruct:
+            num_heads, dim = parameter.shape
+            return make_shape(parameter, (num_layers, num_pages, num_heads, page, dim), get_position_axes(parameter))
+
+        def describe_fixed(parameter: Parameter) -> jax.ShapeDtypeStruct:
+            return make_shape(
+                parameter, (num_layers, num_states, *parameter.shape), ("layers", "batch", *parameter.axes)
+            )
+
+        return LayerCache(
+            positions=jax.tree.map(describe_positions, spec.positions), fixed=jax.tree.map(describe_fixed, spec.fixed)
         )
 
-
-def _check_quantization_values(path: str, given: Mapping[str, Any], accepted: _Accepted) -> None:
-    """Raise UnsupportedModel if a key of `given` has a value that is not in `accepted`.
-
-    Keys that are not in `accepted` must be null, unless they have no effect.
-    """
-    for key in sorted({*given, *accepted} - _WITHOUT_EFFECT):
-        values = accepted.get(key, (None,))
-        if given.get(key) not in values:
-            raise UnsupportedModel(f"config.json has {path}.{key} = {given.get(key)!r}; supported: {values[0]!r}")
+    return tuple(describe_stack(stack) for stack in config.stacks)

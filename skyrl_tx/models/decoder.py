@@ -37,9 +37,8 @@ from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.adapters import GroupAdapters, SplitAdapter
-from skyrl_tx.models.config import Block, ModelConfig
+from skyrl_tx.models.config import Block, DecoderParams, ModelConfig
 from skyrl_tx.models.layer_loop import LayerMode, constrain_hidden, run_layers
-from skyrl_tx.models.params import DecoderParams
 from skyrl_tx.models.parts.base import Layer, LayerContext, Mixer
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tx.layers.experts import Routing
-from skyrl_tx.models.config import Block, HfConfig, check_number, check_values, read_required, read_rope, read_size
-from skyrl_tx.models.family import ModelFamily, read_dense
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention
@@ -25,19 +25,19 @@ WEIGHTS = DENSE_WEIGHTS + LATENT_WEIGHTS + EXPERT_WEIGHTS + SHARED_EXPERTS_WEIGH
 
 def read_latent_attention(hf: HfConfig) -> LatentAttention:
     """Read the attention. transformers writes the size of the shared key as `head_dim`."""
-    num_heads, rotary_dim = read_size(hf, "num_attention_heads"), read_size(hf, "qk_rope_head_dim")
-    plain_dim = read_size(hf, "qk_nope_head_dim")
+    num_heads, rotary_dim = hf.read_size("num_attention_heads"), hf.read_size("qk_rope_head_dim")
+    plain_dim = hf.read_size("qk_nope_head_dim")
     sizes = {"num_key_value_heads": num_heads, "head_dim": rotary_dim, "qk_head_dim": plain_dim + rotary_dim}
-    check_values(hf, {key: (size,) for key, size in sizes.items()})
+    hf.check_values({key: (size,) for key, size in sizes.items()})
     return LatentAttention(
-        hidden_size=read_size(hf, "hidden_size"),
+        hidden_size=hf.read_size("hidden_size"),
         num_heads=num_heads,
-        latent_dim=read_size(hf, "kv_lora_rank"),
-        query_latent_dim=None if hf.get("q_lora_rank") is None else read_size(hf, "q_lora_rank"),
+        latent_dim=hf.read_size("kv_lora_rank"),
+        query_latent_dim=hf.read_optional_size("q_lora_rank"),
         plain_dim=plain_dim,
         rotary_dim=rotary_dim,
-        value_dim=read_size(hf, "v_head_dim"),
-        rope=read_rope(hf),
+        value_dim=hf.read_size("v_head_dim"),
+        rope=hf.read_rope(),
         has_paired_rope=bool(hf.get("rope_interleave", True)),
     )
 
@@ -47,23 +47,23 @@ def read_routed_experts(hf: HfConfig) -> Mixture:
 
     All shared experts together are read as one wide expert.
     """
-    width = read_size(hf, "moe_intermediate_size")
+    width = hf.read_size("moe_intermediate_size")
     routing = Routing(
-        num_experts=read_size(hf, "n_routed_experts"),
-        num_chosen=read_size(hf, "num_experts_per_tok"),
-        renormalizes=bool(read_required(hf, "norm_topk_prob")),
+        num_experts=hf.read_size("n_routed_experts"),
+        num_chosen=hf.read_size("num_experts_per_tok"),
+        renormalizes=bool(hf.read_required("norm_topk_prob")),
         scores="sigmoid",
-        num_groups=read_size(hf, "n_group"),
-        num_chosen_groups=read_size(hf, "topk_group"),
-        factor=check_number("routed_scaling_factor", read_required(hf, "routed_scaling_factor")),
+        num_groups=hf.read_size("n_group"),
+        num_chosen_groups=hf.read_size("topk_group"),
+        factor=hf.read_number("routed_scaling_factor"),
     )
 
     return Mixture(
-        hidden_size=read_size(hf, "hidden_size"),
+        hidden_size=hf.read_size("hidden_size"),
         mlp_size=width,
         routing=routing,
         has_correction=True,
-        shared_size=width * read_size(hf, "n_shared_experts"),
+        shared_size=width * hf.read_size("n_shared_experts"),
         has_shared_gate=False,
         config_keys=("moe_intermediate_size", "n_routed_experts"),
     )
@@ -71,13 +71,13 @@ def read_routed_experts(hf: HfConfig) -> Mixture:
 
 def read_feed_forwards(hf: HfConfig) -> tuple[FeedForward, ...]:
     """Read the feed-forward of each layer. The first layers are dense."""
-    num_layers, num_dense = read_size(hf, "num_hidden_layers"), int(read_required(hf, "first_k_dense_replace"))
-    return tuple(read_dense(hf) if layer < num_dense else read_routed_experts(hf) for layer in range(num_layers))
+    num_layers, num_dense = hf.read_size("num_hidden_layers"), int(hf.read_required("first_k_dense_replace"))
+    return tuple(hf.read_dense() if layer < num_dense else read_routed_experts(hf) for layer in range(num_layers))
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    check_values(hf, ACCEPTED)
+    hf.check_values(ACCEPTED)
     attention = read_latent_attention(hf)
     return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf))
 

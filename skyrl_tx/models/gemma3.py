@@ -6,21 +6,13 @@ Gemma Team 2025, arXiv:2503.19786.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
-from skyrl_tx.models.family import (
-    ModelFamily,
-    UnsupportedModel,
-    read_attention,
-    read_dense,
-    read_layer_types,
-    read_window,
-)
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily, UnsupportedModel, alternate_types
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms, with_output_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
@@ -52,36 +44,30 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
         )
     shared = {"max_position_embeddings": hf["max_position_embeddings"]}
     return {
-        kind: read_rope({**shared, name: given.get(kind), "rope_theta": hf[theta]}) for kind, theta in THETAS.items()
+        kind: HfConfig({**shared, name: given.get(kind), "rope_theta": hf[theta]}).read_rope()
+        for kind, theta in THETAS.items()
     }
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the description of each layer from `config.json`. Raises UnsupportedModel."""
     # Check the config
-    check_values(hf, ACCEPTED)
-    types = read_layer_types(hf, partial(_alternate_types, hf), THETAS)
-    ropes, window = read_ropes(hf), read_window(hf)
+    hf.check_values(ACCEPTED)
+    types = hf.read_layer_types(
+        lambda num_layers: alternate_types((SLIDING, FULL), hf.read_size("sliding_window_pattern"), num_layers), THETAS
+    )
+    ropes, window = read_ropes(hf), hf.read_optional_size("sliding_window")
     if SLIDING in types and window is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {SLIDING!r}")
-    scalar = read_required(hf, "query_pre_attn_scalar")
-    if not isinstance(scalar, int | float) or scalar <= 0:
-        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}; it must be a number above 0")
+    scalar = hf.read_number("query_pre_attn_scalar")
 
     # Make the two kinds of attention. Gemma divides scores by the root of `query_pre_attn_scalar`.
     # The query factor corrects the usual division by the root of the head dim.
-    attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
+    attention = HfConfig({**hf, "rope_parameters": None, "rope_scaling": None}).read_attention(has_norm=True)
     full = replace(attention, rope=ropes[FULL], query_factor=math.sqrt(attention.head_dim / scalar))
     mixers = {FULL: full, SLIDING: replace(full, rope=ropes[SLIDING], window=window)}
-    dense = replace(read_dense(hf), activation="gelu_tanh")
+    dense = replace(hf.read_dense(), activation="gelu_tanh")
     return tuple(Block(mixers[layer_type], dense, has_output_norms=True) for layer_type in types)
-
-
-def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
-    """Yield the type of each layer. Every `sliding_window_pattern`-th layer has full attention."""
-    interval = read_size(hf, "sliding_window_pattern")
-    for layer in range(num_layers):
-        yield SLIDING if (layer + 1) % interval else FULL
 
 
 GEMMA3 = ModelFamily(

@@ -3,9 +3,9 @@
 Zhipu AI 2025.
 """
 
-from skyrl_tx.models.config import Block, HfConfig, check_values
+from skyrl_tx.models.config import Block
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, read_feed_forwards
-from skyrl_tx.models.family import ModelFamily, read_partial_rope_attention
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.weights.weight_map import (
     DENSE_WEIGHTS,
     EXPERT_WEIGHTS,
@@ -17,9 +17,9 @@ from skyrl_tx.weights.weight_map import (
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers. Large models normalise queries and keys."""
-    check_values(hf, ACCEPTED)
+    hf.check_values(ACCEPTED)
     has_bias, has_norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm"))
-    attention = read_partial_rope_attention(hf, has_bias=has_bias, has_norm=has_norm)
+    attention = hf.read_partial_rope_attention(has_bias=has_bias, has_norm=has_norm)
     return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf))
 
 

@@ -1,16 +1,16 @@
 """GLM-4.7-Flash: the parts of DeepSeek-V3 in a small model. Zhipu AI 2026."""
 
-from skyrl_tx.models.config import Block, HfConfig, check_values
+from skyrl_tx.models.config import Block
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed_experts
-from skyrl_tx.models.family import ModelFamily, read_dense, read_layer_types
+from skyrl_tx.models.family import HfConfig, ModelFamily
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers. Without `mlp_layer_types`, only the first layer is dense."""
-    check_values(hf, {**ACCEPTED, "first_k_dense_replace": (1,)})
-    feed_forwards = {"dense": read_dense(hf), "sparse": read_routed_experts(hf)}
-    types = read_layer_types(
-        hf, lambda num_layers: ["dense"] + ["sparse"] * (num_layers - 1), feed_forwards, key="mlp_layer_types"
+    hf.check_values({**ACCEPTED, "first_k_dense_replace": (1,)})
+    feed_forwards = {"dense": hf.read_dense(), "sparse": read_routed_experts(hf)}
+    types = hf.read_layer_types(
+        lambda num_layers: ["dense"] + ["sparse"] * (num_layers - 1), feed_forwards, key="mlp_layer_types"
     )
     attention = read_latent_attention(hf)
     return tuple(Block(attention, feed_forwards[layer_type]) for layer_type in types)

@@ -4,11 +4,12 @@ OpenAI 2025, arXiv:2508.10925.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skyrl_tx.layers.experts import Clamp, Routing
-from skyrl_tx.models.config import Block, HfConfig, check_number, get_rope, read_size
-from skyrl_tx.models.family import ModelFamily, read_attention, read_layer_types, read_window
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily, alternate_types
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import (
@@ -19,7 +20,7 @@ from skyrl_tx.weights.weight_map import (
     SINK_WEIGHTS,
 )
 
-WINDOW, WHOLE = "sliding_attention", "full_attention"
+WINDOW, WHOLE = TYPES = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -29,25 +30,23 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     if method != "mxfp4":
         raise UnsupportedModel(f"config.json has quantization_config.quant_method = {method!r}; supported: 'mxfp4'")
 
-    types = read_layer_types(
-        hf, lambda num_layers: ((WINDOW, WHOLE)[layer % 2] for layer in range(num_layers)), (WINDOW, WHOLE)
-    )
+    types = hf.read_layer_types(partial(alternate_types, TYPES, 2), TYPES)
     if WINDOW in types and hf.get("sliding_window") is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
 
     # Read the two kinds of attention, and the experts.
     has_bias = bool(hf["attention_bias"])
-    hf = hf if get_rope(hf)[1] else {**hf, "rope_parameters": YARN}
-    whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
-    mixers = {WHOLE: whole, WINDOW: replace(whole, window=read_window(hf))}
+    hf = hf if hf.get_rope()[1] else HfConfig({**hf, "rope_parameters": YARN})
+    whole = replace(hf.read_attention(has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
+    mixers = {WHOLE: whole, WINDOW: replace(whole, window=hf.read_optional_size("sliding_window"))}
 
-    limit, slope = (check_number(key, hf[key]) for key in ("swiglu_limit", "swiglu_alpha"))
+    limit, slope = (hf.read_number(key) for key in ("swiglu_limit", "swiglu_alpha"))
     experts = Mixture(
         hidden_size=whole.hidden_size,
-        mlp_size=read_size(hf, "intermediate_size"),
+        mlp_size=hf.read_size("intermediate_size"),
         routing=Routing(
-            num_experts=read_size(hf, "num_local_experts"),
-            num_chosen=read_size(hf, "num_experts_per_tok"),
+            num_experts=hf.read_size("num_local_experts"),
+            num_chosen=hf.read_size("num_experts_per_tok"),
             renormalizes=True,  # equals a softmax over the chosen experts
         ),
         has_bias=True,

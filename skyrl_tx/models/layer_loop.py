@@ -19,8 +19,7 @@ from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout, gather_weight
 from skyrl_tx.layers.stable_bits import add_unfused
 from skyrl_tx.models.adapters import GroupAdapters, GroupPairs
-from skyrl_tx.models.config import Block, Group, ModelConfig
-from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, transpose_layer
+from skyrl_tx.models.config import OUTPUT_NORMS, Block, DecoderParams, Group, ModelConfig, transpose_layer
 from skyrl_tx.models.parts.base import Layer, LayerAdapters, LayerContext, LayerParams, Mixer, StackedParam
 
 

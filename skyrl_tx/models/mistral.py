@@ -5,15 +5,15 @@ Jiang et al. 2023, arXiv:2310.06825.
 
 from dataclasses import replace
 
-from skyrl_tx.models.config import Block, HfConfig, read_size
-from skyrl_tx.models.family import ModelFamily, read_attention, read_dense, read_window
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers. All have the same sliding window, or none."""
-    attention = replace(read_attention(hf), window=read_window(hf))
-    return (Block(attention, read_dense(hf)),) * read_size(hf, "num_hidden_layers")
+    attention = replace(hf.read_attention(), window=hf.read_optional_size("sliding_window"))
+    return (Block(attention, hf.read_dense()),) * hf.read_size("num_hidden_layers")
 
 
 MISTRAL = ModelFamily(

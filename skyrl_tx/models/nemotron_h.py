@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.config import Block
 from skyrl_tx.models.deepseek_v3 import read_routed_experts
-from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
+from skyrl_tx.models.family import HfConfig, ModelFamily, UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.mamba import Mamba
 from skyrl_tx.weights.weight_map import NEMOTRON_WEIGHTS
@@ -48,33 +48,33 @@ def read_mamba(hf: HfConfig) -> Mamba:
     if maximum not in (None, math.inf):
         raise UnsupportedModel(f"config.json has time_step_limit = {hf['time_step_limit']!r}; supported: [_, Infinity]")
     return Mamba(
-        hidden_size=read_size(hf, "hidden_size"),
-        num_heads=read_size(hf, "mamba_num_heads"),
-        head_dim=read_size(hf, "mamba_head_dim"),
-        num_groups=read_size(hf, "n_groups"),
-        state_dim=read_size(hf, "ssm_state_size"),
-        conv_width=read_size(hf, "conv_kernel"),
+        hidden_size=hf.read_size("hidden_size"),
+        num_heads=hf.read_size("mamba_num_heads"),
+        head_dim=hf.read_size("mamba_head_dim"),
+        num_groups=hf.read_size("n_groups"),
+        state_dim=hf.read_size("ssm_state_size"),
+        conv_width=hf.read_size("conv_kernel"),
         has_conv_bias=bool(hf["use_conv_bias"]),
-        norm_epsilon=read_epsilon(hf),
+        norm_epsilon=hf.read_epsilon(),
         least_step=float(minimum),
     )
 
 
 def read_experts(hf: HfConfig) -> Mixture:
     """Read the experts. Their inputs and outputs may be smaller than the hidden size."""
-    latent_size = None if hf.get("moe_latent_size") is None else read_size(hf, "moe_latent_size")
-    shared_size = read_size(hf, "moe_shared_expert_intermediate_size")
+    latent_size = hf.read_optional_size("moe_latent_size")
+    shared_size = hf.read_size("moe_shared_expert_intermediate_size")
     return replace(read_routed_experts(hf), is_gated=False, shared_size=shared_size, latent_size=latent_size)
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    check_values(hf, ACCEPTED)
+    hf.check_values(ACCEPTED)
     read = {
         _MAMBA: lambda: Block(read_mamba(hf), None),
-        _ATTENTION: lambda: Block(read_attention(hf, has_rope=False), None),
+        _ATTENTION: lambda: Block(hf.read_attention(has_rope=False), None),
         _EXPERTS: lambda: Block(None, read_experts(hf)),
-        _DENSE: lambda: Block(None, replace(read_dense(hf), is_gated=False)),
+        _DENSE: lambda: Block(None, replace(hf.read_dense(), is_gated=False)),
     }
     return tuple(read[kind]() for kind in read_kinds(hf))
 

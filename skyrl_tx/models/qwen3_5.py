@@ -3,13 +3,12 @@
 Qwen Team 2026; arXiv:2412.06464.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from skyrl_tx.models.config import Block, HfConfig, check_values, get_rope, read_size
-from skyrl_tx.models.family import ModelFamily, read_dense, read_epsilon, read_layer_types, read_partial_rope_attention
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily, alternate_types
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.delta_net import DeltaNet
@@ -27,41 +26,36 @@ _TYPES = "linear_attention", "full_attention"
 def read_delta_net(hf: HfConfig) -> DeltaNet:
     """Read the linear attention."""
     return DeltaNet(
-        hidden_size=read_size(hf, "hidden_size"),
-        num_key_heads=read_size(hf, "linear_num_key_heads"),
-        num_value_heads=read_size(hf, "linear_num_value_heads"),
-        key_dim=read_size(hf, "linear_key_head_dim"),
-        value_dim=read_size(hf, "linear_value_head_dim"),
-        conv_width=read_size(hf, "linear_conv_kernel_dim"),
-        norm_epsilon=read_epsilon(hf),
+        hidden_size=hf.read_size("hidden_size"),
+        num_key_heads=hf.read_size("linear_num_key_heads"),
+        num_value_heads=hf.read_size("linear_num_value_heads"),
+        key_dim=hf.read_size("linear_key_head_dim"),
+        value_dim=hf.read_size("linear_value_head_dim"),
+        conv_width=hf.read_size("linear_conv_kernel_dim"),
+        norm_epsilon=hf.read_epsilon(),
     )
 
 
 def read_gated_attention(hf: HfConfig) -> Attention:
     """Read the softmax attention. The keys `mrope_…`, for positions in images, do not affect text."""
-    name, given = get_rope(hf)
+    name, given = hf.get_rope()
     rope = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
-    return replace(read_partial_rope_attention({**hf, name: rope}, has_norm=True), is_gated=True)
+    return replace(HfConfig({**hf, name: rope}).read_partial_rope_attention(has_norm=True), is_gated=True)
 
 
 def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:
     """Read the mixer of each layer."""
-    check_values(hf, ACCEPTED)
+    hf.check_values(ACCEPTED)
     mixers: dict[str, Mixer] = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
-    types = read_layer_types(hf, partial(_alternate_types, hf), _TYPES)
+    types = hf.read_layer_types(
+        lambda num_layers: alternate_types(_TYPES, hf.read_size("full_attention_interval"), num_layers), _TYPES
+    )
     return tuple(mixers[layer_type] for layer_type in types)
-
-
-def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
-    """Yield the types of layers, where every `full_attention_interval`-th has full attention."""
-    interval = read_size(hf, "full_attention_interval")
-    for layer in range(num_layers):
-        yield _TYPES[(layer + 1) % interval == 0]
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    return tuple(Block(mixer, read_dense(hf)) for mixer in read_mixers(hf))
+    return tuple(Block(mixer, hf.read_dense()) for mixer in read_mixers(hf))
 
 
 MIXER_DEFAULTS: Mapping[str, Any] = {

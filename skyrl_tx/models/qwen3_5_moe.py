@@ -6,8 +6,8 @@ Qwen Team 2026.
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
-from skyrl_tx.models.family import ModelFamily
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.models.qwen3_5 import MIXER_DEFAULTS, read_mixers
 from skyrl_tx.models.qwen3_moe import read_mixture
 from skyrl_tx.weights.weight_map import (
@@ -31,8 +31,8 @@ WEIGHTS = offset_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + STACKED_EXPERT_WEIGHTS
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    check_values(hf, ACCEPTED)
-    mixture = read_mixture(hf, renormalizes=True, shared_size=read_size(hf, "shared_expert_intermediate_size"))
+    hf.check_values(ACCEPTED)
+    mixture = read_mixture(hf, renormalizes=True, shared_size=hf.read_size("shared_expert_intermediate_size"))
     return tuple(Block(mixer, mixture) for mixer in read_mixers(hf))
 
 

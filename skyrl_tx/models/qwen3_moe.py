@@ -4,8 +4,8 @@ Qwen Team 2025, arXiv:2505.09388.
 """
 
 from skyrl_tx.layers.experts import Routing
-from skyrl_tx.models.config import Block, HfConfig, read_size
-from skyrl_tx.models.family import ModelFamily, read_attention, read_dense
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_WEIGHTS
@@ -14,13 +14,13 @@ from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_W
 def read_mixture(hf: HfConfig, *, renormalizes: bool, shared_size: int | None = None) -> Mixture:
     """Read the experts."""
     routing = Routing(
-        num_experts=read_size(hf, "num_experts"),
-        num_chosen=read_size(hf, "num_experts_per_tok"),
+        num_experts=hf.read_size("num_experts"),
+        num_chosen=hf.read_size("num_experts_per_tok"),
         renormalizes=renormalizes,
     )
     return Mixture(
-        hidden_size=read_size(hf, "hidden_size"),
-        mlp_size=read_size(hf, "moe_intermediate_size"),
+        hidden_size=hf.read_size("hidden_size"),
+        mlp_size=hf.read_size("moe_intermediate_size"),
         routing=routing,
         shared_size=shared_size,
     )
@@ -28,17 +28,17 @@ def read_mixture(hf: HfConfig, *, renormalizes: bool, shared_size: int | None = 
 
 def read_feed_forwards(hf: HfConfig, mixture: Mixture) -> tuple[FeedForward, ...]:
     """Read the feed-forward of each layer, dense or the mixture."""
-    dense = read_dense(hf)
-    interval, dense_layers = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
+    dense = hf.read_dense()
+    interval, dense_layers = hf.read_size("decoder_sparse_step"), hf["mlp_only_layers"] or ()
     return tuple(
         mixture if layer not in dense_layers and (layer + 1) % interval == 0 else dense
-        for layer in range(read_size(hf, "num_hidden_layers"))
+        for layer in range(hf.read_size("num_hidden_layers"))
     )
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers, dense or with experts."""
-    attention = read_attention(hf, has_norm=True)
+    attention = hf.read_attention(has_norm=True)
     mixture = read_mixture(hf, renormalizes=hf["norm_topk_prob"])
     return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf, mixture))
 

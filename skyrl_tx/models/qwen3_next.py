@@ -3,8 +3,8 @@
 Qwen Team 2025.
 """
 
-from skyrl_tx.models.config import Block, HfConfig, read_size
-from skyrl_tx.models.family import ModelFamily
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.family import HfConfig, ModelFamily
 from skyrl_tx.models.qwen3_5 import MIXER_DEFAULTS, read_mixers
 from skyrl_tx.models.qwen3_5_moe import WEIGHTS
 from skyrl_tx.models.qwen3_moe import read_feed_forwards, read_mixture
@@ -13,7 +13,7 @@ from skyrl_tx.weights.weight_map import DELTA_NET_BY_HEAD_WEIGHTS
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers, dense or with experts."""
-    shared_size = read_size(hf, "shared_expert_intermediate_size")
+    shared_size = hf.read_size("shared_expert_intermediate_size")
     mixture = read_mixture(hf, renormalizes=hf["norm_topk_prob"], shared_size=shared_size)
     return tuple(Block(*parts) for parts in zip(read_mixers(hf), read_feed_forwards(hf, mixture), strict=True))
 

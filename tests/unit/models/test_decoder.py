@@ -17,8 +17,7 @@ from skyrl_tx.layers.kernels.registry import MOSAIC_PAGES, NO_KERNELS, TRITON_PA
 from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED
-from skyrl_tx.models.config import Group, Stack, group_blocks
-from skyrl_tx.models.params import split_stacks
+from skyrl_tx.models.config import Group, Stack, group_blocks, split_stacks
 from tests.support.fast_jit import fast_jit
 from tests.support.paged_arrays import get_positions, make_table
 from tests.unit.models.conftest import LATENTS, read_back

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams
-from skyrl_tx.models.params import split_stacks
+from skyrl_tx.models.config import split_stacks
 
 _ALIGNMENT = 256
 """Views must be aligned to this many bytes, like XLA's own arrays.
