@@ -25,7 +25,8 @@ from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ExpertLora, Group, ModelConfig, describe_params
 from skyrl_tx.models.parts.base import LayerAdapters, Target
 from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
-from skyrl_tx.weights.peft import AdapterError, AdapterFiles, AdapterFormat, TargetModule, find_stack, split_modules
+from skyrl_tx.weights.adapter_factors import AdapterError, find_stack, split_modules
+from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule
 from skyrl_tx.weights.weight_map import (
     TIED_UNEMBED_MODULE,
     WeightMap,

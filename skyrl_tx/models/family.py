@@ -41,7 +41,7 @@ from skyrl_tx.models.config import Block, ModelConfig, describe_params, group_bl
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Dense
-from skyrl_tx.weights.packed import FP8_BLOCK, INT4_GROUP
+from skyrl_tx.weights.tensor_file import FP8_BLOCK, INT4_GROUP
 from skyrl_tx.weights.weight_map import WeightMap, bind_rows
 
 # Keys that would change the maths, with the values that have no effect. Any other value is refused.

@@ -29,8 +29,14 @@ from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_rand
 from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.progress import ByteProgress
 from skyrl_tx.weights.nesting import find_nesting
-from skyrl_tx.weights.packed import find_packing, find_plain_names
-from skyrl_tx.weights.tensor_file import Fp8Numbers, TensorFile, copy_array, make_aligned
+from skyrl_tx.weights.tensor_file import (
+    Fp8Numbers,
+    TensorFile,
+    copy_array,
+    find_packing,
+    find_plain_names,
+    make_aligned,
+)
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from skyrl_tx.weights.hf import (
     read_json,
 )
 from skyrl_tx.weights.nesting import Nesting, find_nesting
-from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
+from skyrl_tx.weights.tensor_file import find_packing, find_plain_names
 from skyrl_tx.weights.weight_map import (
     TIED_UNEMBED_MODULE,
     WeightMap,

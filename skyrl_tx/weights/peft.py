@@ -14,6 +14,7 @@ Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 
 import json
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,13 +34,12 @@ from skyrl_tx.contract.state_files import (
     adapter_config,
 )
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
-from skyrl_tx.weights.adapter_config import AdapterError, check_file, make_fused_patterns, read_config
-from skyrl_tx.weights.hf import locate_tensors
-from skyrl_tx.weights.nesting import NOT_NESTED, Nesting, find_nesting
-from skyrl_tx.weights.packed import (
+from skyrl_tx.weights.adapter_factors import (
+    AdapterError,
     Factors,
     convert_form,
     find_stack,
+    fuse_modules,
     group_by_stack,
     is_shared,
     is_stack,
@@ -47,15 +47,35 @@ from skyrl_tx.weights.packed import (
     suggest_expert_lora,
     unstack,
 )
-from skyrl_tx.weights.weight_map import (
-    FUSED_MAPS,
-    FUSED_PARTS,
-    FusedModules,
-    Rows,
-    expand_pattern,
-)
+from skyrl_tx.weights.hf import locate_tensors
+from skyrl_tx.weights.nesting import NOT_NESTED, Nesting, find_nesting
+from skyrl_tx.weights.weight_map import FUSED_MAPS, FUSED_PARTS, FusedModules, Rows, expand_pattern
 
 _A, _B, _BASE = LORA_A, LORA_B, ".base_layer.weight"
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
+    }
+)
+"""Keys of adapter_config.json that may have any value in the last check of `read_config`.
+
+They do not change the meaning of the LoRA factors, or other code reads them, such as `r` and
+`lora_alpha`. The names are from PEFT 0.21. The config of an initialisation, for example
+`eva_config`, may have any value because `init_lora_weights` says which initialisation was used.
+"""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    # Other initialisations subtract the initial product of the factors from the base weights. Such
+    # an adapter is wrong with unchanged base weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Keys that may change the meaning of the factors, with the values that do not."""
+_UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""The values that any other key may have, because they leave a feature of PEFT off."""
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 """The dtypes of factors."""
@@ -311,61 +331,66 @@ class AdapterFiles:
                 )
 
 
-def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
-    """Join the factors of maps that belong to one fused module.
+def check_file(path: Path) -> Path:
+    """Return `path`. Raises OSError if it exists and is not a regular file.
 
-    The rank of the joined factors is the sum of the ranks. A has the A of each map one after
-    another. B has the B of each map as a block: in the rows of the map, and in the columns of its
-    A. All other elements of B are zero, for example the rows of maps that adapters do not change.
+    For example, reading a pipe could block forever.
     """
-    fused_factors = dict(factors)
-    for leaf, parts in fused.items():
-        first = next(iter(parts))
-        for prefix in [module.removesuffix(first) for module in factors if module.endswith(f".{first}")]:
-            pairs = [fused_factors.pop(f"{prefix}{part}") for part in parts]
-            rank = pairs[0][0].shape[0]
-            whole = next(iter(parts.values()))
-            b_OR = np.zeros((whole.total * whole.num_heads, rank * len(parts)), np.float32)
-            for index, (rows, (_, b)) in enumerate(zip(parts.values(), pairs, strict=True)):
-                b_OR[rows.index, index * rank : (index + 1) * rank] = b
-            fused_factors[f"{prefix}{leaf}"] = np.concatenate([a for a, _ in pairs]), b_OR
-    return fused_factors
+    if path.exists() and not path.is_file():
+        raise OSError("is not a regular file")
+    return path
 
 
-def split_modules(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
-    """Split the factors of fused modules into one pair of rank `rank` for each map.
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json.
 
-    If the pair of a module has rank `rank`, all maps share its A. If it has a multiple of that rank, it
-    must have one block per map, as `fuse_modules` writes it. Raises AdapterError for other pairs, and
-    for pairs that change rows without an adapter.
+    Raises AdapterError if it is invalid or may change the meaning of the factors.
     """
-    split = dict(factors)
-    for leaf in FUSED_MAPS:
-        for module in [name for name in factors if name.rpartition(".")[2] == leaf]:
-            a_RI, b_OR = split.pop(module)
-            parts = fused.get(leaf, {})
-            if any(len(b_OR) != rows.total * rows.num_heads for rows in parts.values()) or not parts:
-                raise AdapterError(
-                    f"adapter: module {module!r} has a factor {b_OR.shape} that does not fit the base model"
-                )
+    try:
+        config = json.loads(check_file(directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG_FILE}: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{CONFIG_FILE}: not a JSON object")
+    if config.get("peft_type", "LORA") != "LORA":
+        raise AdapterError(f"{CONFIG_FILE}: peft_type {config['peft_type']!r} is not LORA")
 
-            # Only rows of maps with adapters may change.
-            is_unchanged = np.ones(len(b_OR), bool)
-            for part_rows in parts.values():
-                is_unchanged[part_rows.index] = False
-            if b_OR[is_unchanged].any():
-                raise AdapterError(f"adapter: module {module!r} changes rows outside {', '.join(parts)}")
+    # Check rank and alpha.
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= sys.float_info.max:
+        raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
+    if config.get("use_rslora") not in (True, False, None):
+        raise AdapterError(f"{CONFIG_FILE}: use_rslora = {config['use_rslora']!r} must be true or false")
 
-            for index, (part, part_rows) in enumerate(parts.items()):
-                rows, block = b_OR[part_rows.index], slice(index * rank, (index + 1) * rank)
-                if len(a_RI) == rank:
-                    pair = a_RI, rows
-                elif np.delete(rows, np.r_[block], axis=1).any():
-                    raise AdapterError(f"adapter: module {module!r} has rank {len(a_RI)}, and its maps share factors")
-                else:
-                    pair = a_RI[block], rows[:, block]
-                split[f"{module.rpartition('.')[0]}.{part}"] = pair
-    return split
+    # Check all other keys. `rank_pattern` and `alpha_pattern` are accepted if they have the values
+    # that `AdapterFiles.to_layout` writes for fused modules.
+    ranks = config.get("rank_pattern")
+    patterns = make_fused_patterns(config, ranks if isinstance(ranks, dict) else ())
+    for key in sorted(config.keys() - _WITHOUT_EFFECT):
+        if patterns["rank_pattern"] and config[key] == patterns.get(key, ()):
+            continue
+        if config[key] not in _NEUTRAL.get(key, _UNSET):
+            raise AdapterError(
+                f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, because it may change the numbers"
+            )
+    return config
+
+
+def make_fused_patterns(config: Mapping[str, Any], leaves: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return `rank_pattern` and `alpha_pattern`: the ranks and alphas of fused modules.
+
+    A fused module, for example `in_proj_qkv`, consists of multiple linear maps. Its rank is the sum
+    of their ranks, and its alpha gives the same scale (alpha / rank) as the maps have. `leaves` are
+    the last parts of the names of the adapter's modules.
+    """
+    num_maps = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
+    get_alpha_factor = math.sqrt if config.get("use_rslora") else float
+    return {
+        "rank_pattern": {leaf: config["r"] * number for leaf, number in num_maps.items()},
+        "alpha_pattern": {leaf: config["lora_alpha"] * get_alpha_factor(number) for leaf, number in num_maps.items()},
+    }
 
 
 def read_adapter(directory: Path) -> AdapterFiles:

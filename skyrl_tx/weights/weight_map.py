@@ -250,6 +250,14 @@ def _layer_rule(path: str, tensor: str, *, transpose: bool = False) -> WeightRul
     return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.{tensor}", transpose)
 
 
+def _linear_rules(module: str, *names: str, prefix: str = "") -> WeightMap:
+    """Return the rules of linear maps of a module of a layer. `prefix` begins our names of them."""
+    return tuple(_layer_rule(prefix + name, f"{module}.{name}.weight", transpose=True) for name in names)
+
+
+_GATED_MAPS = "gate_proj", "up_proj", "down_proj"
+
+
 def _fuse_experts(
     path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None, transpose: bool = False
 ) -> WeightRule:
@@ -261,14 +269,9 @@ def _fuse_experts(
 DENSE_WEIGHTS: WeightMap = (
     WeightRule("embed", "model.embed_tokens.weight"),
     _layer_rule("attn_norm", "input_layernorm.weight"),
-    _layer_rule("q_proj", "self_attn.q_proj.weight", transpose=True),
-    _layer_rule("k_proj", "self_attn.k_proj.weight", transpose=True),
-    _layer_rule("v_proj", "self_attn.v_proj.weight", transpose=True),
-    _layer_rule("o_proj", "self_attn.o_proj.weight", transpose=True),
+    *_linear_rules("self_attn", "q_proj", "k_proj", "v_proj", "o_proj"),
     _layer_rule("mlp_norm", "post_attention_layernorm.weight"),
-    _layer_rule("gate_proj", "mlp.gate_proj.weight", transpose=True),
-    _layer_rule("up_proj", "mlp.up_proj.weight", transpose=True),
-    _layer_rule("down_proj", "mlp.down_proj.weight", transpose=True),
+    *_linear_rules("mlp", *_GATED_MAPS),
     WeightRule("final_norm", "model.norm.weight"),
     WeightRule("unembed", "lm_head.weight"),
 )
@@ -288,9 +291,7 @@ SINK_WEIGHTS: WeightMap = (_layer_rule("sinks", "self_attn.sinks"),)
 
 EXPERT_WEIGHTS: WeightMap = (
     _layer_rule("router", "mlp.gate.weight"),  # stays [E, D], because it has no adapter
-    _layer_rule("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
-    _layer_rule("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
-    _layer_rule("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
+    *_linear_rules("mlp.experts.{expert}", *_GATED_MAPS, prefix="expert_"),
 )
 
 STACKED_EXPERT_WEIGHTS: WeightMap = (  # [E, out, in], where the rows of gate precede the rows of up
@@ -302,16 +303,12 @@ STACKED_EXPERT_WEIGHTS: WeightMap = (  # [E, out, in], where the rows of gate pr
 
 SHARED_EXPERT_WEIGHTS: WeightMap = (
     _layer_rule("shared_gate", "mlp.shared_expert_gate.weight"),
-    _layer_rule("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", transpose=True),
-    _layer_rule("shared_up_proj", "mlp.shared_expert.up_proj.weight", transpose=True),
-    _layer_rule("shared_down_proj", "mlp.shared_expert.down_proj.weight", transpose=True),
+    *_linear_rules("mlp.shared_expert", *_GATED_MAPS, prefix="shared_"),
 )
 
 SHARED_EXPERTS_WEIGHTS: WeightMap = (  # of DeepSeek: no gate of the shared expert, and a correction of scores
     _layer_rule("router_correction", "mlp.gate.e_score_correction_bias"),
-    _layer_rule("shared_gate_proj", "mlp.shared_experts.gate_proj.weight", transpose=True),
-    _layer_rule("shared_up_proj", "mlp.shared_experts.up_proj.weight", transpose=True),
-    _layer_rule("shared_down_proj", "mlp.shared_experts.down_proj.weight", transpose=True),
+    *_linear_rules("mlp.shared_experts", *_GATED_MAPS, prefix="shared_"),
 )
 LATENT_WEIGHTS: WeightMap = (
     _layer_rule("q_a_proj", "self_attn.q_a_proj.weight", transpose=True),
@@ -412,17 +409,14 @@ NEMOTRON_WEIGHTS: WeightMap = (  # every layer has a mixer or a feed-forward, an
     WeightRule("embed", "model.embeddings.weight"),
     _layer_rule("attn_norm", "norm.weight"),
     _layer_rule("mlp_norm", "norm.weight"),
-    *(_layer_rule(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("q", "k", "v", "o")),
+    *_linear_rules("mixer", "q_proj", "k_proj", "v_proj", "o_proj"),
     *_make_mamba_rules(),
-    *(_layer_rule(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("up", "down")),
+    *_linear_rules("mixer", "up_proj", "down_proj"),
     _layer_rule("router", "mixer.gate.weight"),
     _layer_rule("router_correction", "mixer.gate.e_score_correction_bias"),
-    *(_layer_rule(name, f"mixer.{name}.weight", transpose=True) for name in ("fc1_latent_proj", "fc2_latent_proj")),
-    *(
-        _layer_rule(f"{ours}_{name}_proj", f"mixer.{theirs}.{name}_proj.weight", transpose=True)
-        for ours, theirs in (("expert", "experts.{expert}"), ("shared", "shared_experts"))
-        for name in ("up", "down")
-    ),
+    *_linear_rules("mixer", "fc1_latent_proj", "fc2_latent_proj"),
+    *_linear_rules("mixer.experts.{expert}", "up_proj", "down_proj", prefix="expert_"),
+    *_linear_rules("mixer.shared_experts", "up_proj", "down_proj", prefix="shared_"),
     WeightRule("final_norm", "model.norm_f.weight"),
     WeightRule("unembed", "lm_head.weight"),
 )

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skyrl_tx.weights.packed import Fp8Tensor, unpack_mxfp4
-from skyrl_tx.weights.tensor_file import TensorFile
+from skyrl_tx.weights.tensor_file import Fp8Tensor, TensorFile, unpack_mxfp4
 from tests.support.client_environments import TORCH
 
 

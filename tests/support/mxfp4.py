@@ -1,4 +1,4 @@
-"""Packs arrays into MXFP4, the reverse of `skyrl_tx.weights.packed`."""
+"""Packs arrays into MXFP4, the reverse of `skyrl_tx.weights.tensor_file`."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Packs arrays into FP8 blocks and INT4 groups, the reverse of `skyrl_tx.weights.packed`."""
+"""Packs arrays into FP8 blocks and INT4 groups, the reverse of `skyrl_tx.weights.tensor_file`."""
 
 import ml_dtypes
 import numpy as np

@@ -42,7 +42,6 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow
 from skyrl_tx.tools.quickstart.model import open_built_in_model
-from skyrl_tx.weights.adapter_config import read_config
 
 if TYPE_CHECKING:
     from skyrl_tx.weights.peft import AdapterFiles
@@ -290,6 +289,8 @@ def _upload(directory: Path, server: str, base_model: str | None) -> str:
 
     Without `base_model`, the adapter is for the first model that the server lists.
     """
+    from skyrl_tx.weights.peft import read_config  # imported here because it imports JAX
+
     lora = {"rank": read_config(directory)["r"], **_find_groups(directory / WEIGHTS_FILE)}
     headers = {"X-API-Key": os.environ.get(_KEY_VARIABLE, "")}
     with httpx.Client(base_url=f"{server.rstrip('/')}/api/v1/", headers=headers, timeout=_TIMEOUT_S) as client:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx import models
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights import hf, packed
+from skyrl_tx.weights import hf, tensor_file
 from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 from tests.support.mxfp4 import draw
@@ -24,7 +24,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write one model twice, in bfloat16: plain, and packed.
+    """Write one model twice, in bfloat16: plain, and tensor_file.
 
     The packed model has two files, one with the blocks and one with the scales.
     """
@@ -49,8 +49,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (other / "config.json").write_text(json.dumps(config))
-    scales = {name: array for name, array in packed.items() if name.endswith("_scales")}
-    rest = {name: array for name, array in packed.items() if name not in scales}
+    scales = {name: array for name, array in tensor_file.items() if name.endswith("_scales")}
+    rest = {name: array for name, array in tensor_file.items() if name not in scales}
     files = {"model-1.safetensors": rest, "model-2.safetensors": scales}
     for name, content in files.items():
         save_file(content, other / name)
@@ -89,7 +89,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
         def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
             return self._array[part]
 
-    tensor = packed.Mxfp4Tensor(FakeSlice(blocks), FakeSlice(scales))
+    tensor = tensor_file.Mxfp4Tensor(FakeSlice(blocks), FakeSlice(scales))
     assert tuple(tensor.get_shape()) == numbers.shape
     for part in ((0, 3, 0, 128, 0, 10), (1, 2, 40, 70, 3, 5), (0, 1, 96, 128, 9, 10), (2, 3, 31, 33, 0, 10)):
         index = tuple(slice(start, stop) for start, stop in zip(part[::2], part[1::2], strict=True))
@@ -103,7 +103,7 @@ def test_every_byte_and_scale_has_its_value() -> None:
     """
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     for scale in (0, 1, 118, 127, 200):
-        found = packed.unpack_mxfp4(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
+        found = tensor_file.unpack_mxfp4(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
         table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
         expected = [table[half] * 2.0 ** (scale - 127) for byte in range(256) for half in (byte & 15, byte >> 4)]
         np.testing.assert_array_equal(found, expected)

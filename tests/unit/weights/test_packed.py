@@ -16,8 +16,8 @@ from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.merge import merge_adapter
-from skyrl_tx.weights.packed import Fp8Tensor, Int4Tensor, find_plain_names
 from skyrl_tx.weights.peft import AdapterFiles
+from skyrl_tx.weights.tensor_file import Fp8Tensor, Int4Tensor, find_plain_names
 from tests.support.quantized import pack_fp8, pack_int4, unpack_fp8
 
 D, F = 160, 64

@@ -12,8 +12,9 @@ from skyrl_tx import models
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
+from skyrl_tx.weights.adapter_factors import fuse_modules, split_modules
 from skyrl_tx.weights.merge import merge_adapter
-from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors, fuse_modules, split_modules
+from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
 from skyrl_tx.weights.weight_map import bind_rows, get_rule_path
 
 D, HEADS, KEY, VALUE, RANK = 32, 2, 64, 2 * 16, 3  # VALUE counts all value heads of a key head
