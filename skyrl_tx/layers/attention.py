@@ -220,17 +220,8 @@ def merge_stats(first: SoftmaxStats, second: SoftmaxStats) -> SoftmaxStats:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(
-    query_block: int,
-    key_block: int,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    start_BT: jax.Array,
-    prefix: KeyRange | None,
-    sinks_KG: jax.Array | None,
-) -> jax.Array:
-    return _forward(query_block, key_block, q, k, v, start_BT, prefix, sinks_KG)[0]
+def _flash(query_block: int, key_block: int, *arrays: Any) -> jax.Array:
+    return _forward(query_block, key_block, *arrays)[0]
 
 
 def _forward(

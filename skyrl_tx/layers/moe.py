@@ -318,22 +318,14 @@ def _make_tiled_maps(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_experts(
-    kernels: Kernels,
-    tokens: _Tokens,
-    share_MK: jax.Array,
-    weights: ExpertWeights,
-    pairs: dict[str, LoraPair],
-    indices: _TileIndices,
-    tiling: Tiling,
-) -> tuple[jax.Array, jax.Array | None]:
+def _run_experts(kernels: Kernels, *arguments: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the outputs of each token's experts, summed by their shares: float32 [M, D].
 
     If the experts share B of down, B is left out, and the sum [M, R] that it has to be multiplied
     with is returned as well. The gradient of a share is computed from the inputs of down (see
     `experts.compute_gradients`), so the outputs of single experts are not kept.
     """
-    return _run_experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
+    return _run_experts_forward(kernels, *arguments)[0]
 
 
 def _run_experts_forward(

@@ -6,7 +6,7 @@ layers at the same place in the cycle form a stack: here a group has four stacks
 Legend: B batch, T tokens, D embed, S rows of a decode step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,48 +97,39 @@ def run_layers(
     the states of recurrent layers before the call, one per stack.
     """
     new_entries: list[Any] = []
+    run_stacks = _run_separate_layers if params.has_separate_layers else _run_stacked_layers
     for group, group_adapters in zip(mode.config.groups, adapters, strict=True):
         first, last = len(new_entries), len(new_entries) + len(group.stacks)
         group_states = ((),) * len(group.stacks) if states is None else states[first:last]
-        x, new = _run_group(mode, x, group, first, params, group_adapters, group_states)
+        part = _GroupPart(group, first, params.layers[first:last], group_adapters, group_states)
+        x, new = run_stacks(mode, x, part, params.is_transposed)
         new_entries += new
     return x, tuple(new_entries)
 
 
-def _run_group(
-    mode: LayerMode,
-    x: jax.Array,
-    group: Group,
-    first: int,
-    params: DecoderParams,
-    adapters: GroupAdapters,
-    states: tuple[Any, ...],
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Run `x` through one group. `first` is the index of its first stack among all stacks.
+@dataclass(frozen=True, slots=True)
+class _GroupPart:
+    """A group of layers, and its parts of the arguments of `run_layers`."""
 
-    Returns the hidden states, and the new cache entries, one per stack.
-    """
-    layers = params.layers[first : first + len(group.stacks)]
-    separate = [stack for stack in layers if isinstance(stack, tuple)]  # all stacks or none
-    if separate:
-        return _run_separate_layers(mode, x, group, first, separate, params.is_transposed, adapters, states)
-    stacked = [stack for stack in layers if not isinstance(stack, tuple)]
-    return _run_stacked_layers(mode, x, group, first, stacked, adapters, states)
+    group: Group
+    first: int
+    """The index of its first stack among all stacks."""
+    layers: tuple[Any, ...]
+    """The parameters of its stacks, which are all stacked or all separate."""
+    adapters: GroupAdapters
+    states: tuple[Any, ...]
 
 
 def _run_stacked_layers(
-    mode: LayerMode,
-    x: jax.Array,
-    group: Group,
-    first: int,
-    stacks: Sequence[LayerParams],
-    adapters: GroupAdapters,
-    states: tuple[Any, ...],
+    mode: LayerMode, x: jax.Array, part: _GroupPart, is_transposed: bool
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Do the same as `_run_group` in a loop (`jax.lax.scan`) over the repeats of the cycle.
+    """Run one group as a loop (`jax.lax.scan`) over the repeats of the cycle.
 
-    The time to trace and compile the loop does not depend on the number of layers.
+    Returns the hidden states, and the new cache entries, one per stack. The time to trace and
+    compile the loop does not depend on the number of layers.
     """
+    assert not is_transposed, "stacked linear maps are [in, out]"
+    group, stacks, adapters = part.group, part.layers, part.adapters
     unsliced = [_find_unsliced_params(stack.block, mode.context) for stack in group.stacks]
 
     # One function per block of the cycle.
@@ -146,7 +137,7 @@ def _run_stacked_layers(
         block = group.stacks[index].block
 
         def run_layer_once(x: jax.Array, layer_params: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
-            layer_cache = mode.get_cache(first + index, repeat, state)
+            layer_cache = mode.get_cache(part.first + index, repeat, state)
             layer_params = _gather_params(block, layer_params, mode.context.layout)
             in_stack = {name: StackedParam(stacks[index][name], repeat) for name in unsliced[index]}
             layer_adapters = adapters.select_layer(index, repeat, pairs)
@@ -169,20 +160,13 @@ def _run_stacked_layers(
         for stack, names in zip(stacks, unsliced, strict=True)
     )
     repeats = jnp.arange(group.num_repeats, dtype=jnp.int32)
-    return jax.lax.scan(run_cycle, x, (sliced, adapters.get_pairs(), states, repeats))
+    return jax.lax.scan(run_cycle, x, (sliced, adapters.get_pairs(), part.states, repeats))
 
 
 def _run_separate_layers(
-    mode: LayerMode,
-    x: jax.Array,
-    group: Group,
-    first: int,
-    stacks: Sequence[tuple[LayerParams, ...]],
-    is_transposed: bool,
-    adapters: GroupAdapters,
-    states: tuple[Any, ...],
+    mode: LayerMode, x: jax.Array, part: _GroupPart, is_transposed: bool
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Do the same as `_run_group` without a loop. The cache entries of a stack are a tuple too.
+    """Do the same as `_run_stacked_layers` without a loop. The cache entries of a stack are a tuple too.
 
     Compiling takes longer than for a loop, but no layer is copied out of a stack. The layers of a
     stack call the same jitted function, which is traced and lowered only once. XLA inlines the calls.
@@ -198,14 +182,15 @@ def _run_separate_layers(
 
         return run_layer
 
+    group, adapters = part.group, part.adapters
     run_layer = [make_layer(stack.block) for stack in group.stacks]
     pairs = adapters.get_pairs()
     new_entries: list[list[Any]] = [[] for _ in group.stacks]
     for repeat in range(group.num_repeats):
         repeat_pairs = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
-        for index, (run, stack, stack_states) in enumerate(zip(run_layer, stacks, states, strict=True)):
+        for index, (run, stack, stack_states) in enumerate(zip(run_layer, part.layers, part.states, strict=True)):
             layer_adapters = adapters.select_layer(index, repeat, repeat_pairs)
-            layer_cache = mode.get_cache(first + index, repeat, stack_states[repeat] if stack_states else ())
+            layer_cache = mode.get_cache(part.first + index, repeat, stack_states[repeat] if stack_states else ())
             x, new = run(x, stack[repeat], layer_adapters, layer_cache)
             new_entries[index].append(new)
     return x, tuple(

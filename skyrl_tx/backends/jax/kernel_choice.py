@@ -7,14 +7,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.kernels.registry import (
-    ATTENTION_KERNELS,
-    EXPERTS_KERNELS,
-    LOOPS,
-    MOSAIC_PAGES,
-    PAGED_ATTENTION_KERNELS,
-    Kernels,
-)
+from skyrl_tx.layers.kernels.registry import KERNELS, LOOPS, MOSAIC_PAGES, NO_KERNELS, Kernels
 from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.feed_forward import Mixture
@@ -23,12 +16,8 @@ from skyrl_tx.models.parts.recurrent import RecurrentMixer
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
     """Return the kernels for a platform (`cpu`, `gpu` or `tpu`) and the type of base weights."""
-    together, key = platform != "cpu", (platform, dtype.name)
-    if config.kernels == LOOPS:
-        return Kernels(chunks_together=together)
-    return Kernels(
-        ATTENTION_KERNELS.get(key), PAGED_ATTENTION_KERNELS.get(key), EXPERTS_KERNELS.get(key), chunks_together=together
-    )
+    kernels = NO_KERNELS if config.kernels == LOOPS else KERNELS.get((platform, dtype.name), NO_KERNELS)
+    return replace(kernels, chunks_together=platform != "cpu")
 
 
 def pad_cached_dims(model: models.ModelConfig, platform: str) -> models.ModelConfig:

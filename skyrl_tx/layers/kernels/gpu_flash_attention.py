@@ -96,15 +96,8 @@ def attend(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    interpret: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first_BT: jax.Array,
-    sinks_N: jax.Array | None,
-) -> jax.Array:
-    return _forward(interpret, q, k, v, first_BT, sinks_N)[0]
+def _attend(interpret: bool, *arrays: Any) -> jax.Array:
+    return _forward(interpret, *arrays)[0]
 
 
 def _forward(

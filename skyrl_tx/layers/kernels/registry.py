@@ -146,13 +146,6 @@ TRITON = AttentionKernel(
     normalize_and_rotate=_import_when_called("gpu_norm_rope", "normalize_and_rotate"),
 )
 
-ATTENTION_KERNELS: Mapping[tuple[str, str], AttentionKernel] = {
-    ("tpu", "bfloat16"): SPLASH,
-    ("tpu", "float32"): SPLASH,
-    ("gpu", "bfloat16"): TRITON,
-}
-"""The attention kernel by platform and type of the base weights; elsewhere the loops."""
-
 MOSAIC_PAGES = PagedAttentionKernel(
     name="mosaic", attend_past=_import_when_called("tpu_paged_attention", "attend_past"), dims=None, multiple=128
 )
@@ -164,26 +157,12 @@ TRITON_PAGES = PagedAttentionKernel(
     multiple=16,
 )
 
-PAGED_ATTENTION_KERNELS: Mapping[tuple[str, str], PagedAttentionKernel] = {
-    ("tpu", "bfloat16"): MOSAIC_PAGES,
-    ("tpu", "float32"): MOSAIC_PAGES,
-    ("gpu", "bfloat16"): TRITON_PAGES,
-}
-"""The kernel that reads pages, by platform and type of the base weights; elsewhere the loop."""
-
 TRITON_EXPERTS = ExpertsKernel(
     name="triton", multiply_tiles=_import_when_called("gpu_grouped_matmul", "multiply_tiles"), min_tile_rows=16
 )
 MOSAIC_EXPERTS = ExpertsKernel(
     name="mosaic", multiply_tiles=_import_when_called("tpu_grouped_matmul", "multiply_tiles"), min_tile_rows=16
 )
-
-EXPERTS_KERNELS: Mapping[tuple[str, str], ExpertsKernel] = {
-    ("tpu", "bfloat16"): MOSAIC_EXPERTS,
-    ("tpu", "float32"): MOSAIC_EXPERTS,
-    ("gpu", "bfloat16"): TRITON_EXPERTS,
-}
-"""The kernel for experts by platform and type of the base weights; elsewhere XLA's products."""
 
 MIN_ROTATED_DIM = 32
 """The smallest head dim of norm and rotation in a kernel. Smaller ones were not tried on a GPU."""
@@ -329,3 +308,11 @@ def _rotate_on_each_device(
 
 NO_KERNELS = Kernels()
 """Plain JAX everywhere."""
+
+_TPU_KERNELS = Kernels(SPLASH, MOSAIC_PAGES, MOSAIC_EXPERTS)
+KERNELS: Mapping[tuple[str, str], Kernels] = {
+    ("tpu", "bfloat16"): _TPU_KERNELS,
+    ("tpu", "float32"): _TPU_KERNELS,
+    ("gpu", "bfloat16"): Kernels(TRITON, TRITON_PAGES, TRITON_EXPERTS),
+}
+"""The kernels by platform and type of the base weights; elsewhere plain JAX."""

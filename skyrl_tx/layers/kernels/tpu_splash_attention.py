@@ -57,11 +57,11 @@ def _pad(x: jax.Array, padded: int) -> jax.Array:
 def _run(
     window: int | None,
     interpret: bool,
-    start_BT: jax.Array | None,
-    sinks_N: jax.Array | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Run the kernel for queries [B, N, T, H], keys and values [B, K, T, H]. Returns [B, N, T, H]."""
     N, T = q.shape[1:3]
@@ -130,30 +130,16 @@ def _skip_hidden_blocks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    window: int | None,
-    interpret: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    start_BT: jax.Array | None,
-    sinks_N: jax.Array | None,
-) -> jax.Array:
+def _attend(window: int | None, interpret: bool, q: jax.Array, k: jax.Array, *others: Any) -> jax.Array:
     with _use_precision_for(k):
-        return _run(window, interpret, start_BT, sinks_N, q, k, v)
+        return _run(window, interpret, q, k, *others)
 
 
 def _forward(
-    window: int | None,
-    interpret: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    start_BT: jax.Array | None,
-    sinks_N: jax.Array | None,
+    window: int | None, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, *constants: Any
 ) -> tuple[jax.Array, Any]:
     with _use_precision_for(k):
-        return jax.vjp(partial(_run, window, interpret, start_BT, sinks_N), q, k, v)
+        return jax.vjp(lambda q, k, v: _run(window, interpret, q, k, v, *constants), q, k, v)
 
 
 def _backward(window: int | None, interpret: bool, backward: Any, d_out: jax.Array) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from skyrl_tx.layers.experts import (
     get_pooled_expert_adapters,
     get_tile_shape,
 )
-from skyrl_tx.layers.kernels.registry import EXPERTS_KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
+from skyrl_tx.layers.kernels.registry import KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
 from skyrl_tx.layers.lora import LoraPair, RowSlots
 from skyrl_tx.layers.moe import apply_mixture
 from tests.support.fast_jit import fast_jit
@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("kernel", [TRITON_EXPERTS, MOSAIC_EXPERTS], ids=[
 
 def make_kernels(kernel: ExpertsKernel) -> Kernels:
     platform = jax.default_backend()
-    if platform != "cpu" and (platform, kernel) not in [(name, known) for (name, _), known in EXPERTS_KERNELS.items()]:
+    if platform != "cpu" and (platform, kernel) not in [(name, known.experts) for (name, _), known in KERNELS.items()]:
         pytest.skip(f"{kernel.name} is not for {platform}")
     return Kernels(experts=kernel, interpret=platform == "cpu")
 
@@ -190,4 +190,4 @@ def test_most_experts_of_few_visits_have_one_tile():
 
 
 def test_there_is_no_kernel_for_cpu():
-    assert {platform for platform, _ in EXPERTS_KERNELS} == {"gpu", "tpu"}
+    assert {platform for (platform, _), kernels in KERNELS.items() if kernels.experts} == {"gpu", "tpu"}

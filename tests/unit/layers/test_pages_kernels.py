@@ -15,8 +15,8 @@ import pytest
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
 from skyrl_tx.layers.kernels.registry import (
+    KERNELS,
     MOSAIC_PAGES,
-    PAGED_ATTENTION_KERNELS,
     TRITON_PAGES,
     Heads,
     Kernels,
@@ -182,7 +182,7 @@ def test_what_a_kernel_lacks_is_read_by_the_loop(heads: Heads, mosaic: str | Non
 
 
 def test_there_is_no_kernel_for_cpu() -> None:
-    assert {platform for platform, _ in PAGED_ATTENTION_KERNELS} == {"gpu", "tpu"}
+    assert {platform for (platform, _), kernels in KERNELS.items() if kernels.pages} == {"gpu", "tpu"}
 
 
 def _pages_on_a_mesh(_: Path) -> None:
