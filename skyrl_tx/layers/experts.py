@@ -395,13 +395,16 @@ Activate = Callable[..., jax.Array]
 
 
 def apply_experts(
-    maps: Mapping[str, TiledMap],
+    maps: Mapping[str, TiledMap] | Mapping[str, ExpertMap],
     add_bias: Callable[[str, jax.Array], jax.Array],
     activate: Activate,
     x_WPD: jax.Array,
     inner: Mapping[str, jax.Array],
 ) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, ...]]:
-    """Compute the experts of all tiles.
+    """Compute the experts of all tiles, or of one tile.
+
+    With an `ExpertMap` for each map, all arrays are of one tile and lack the leading W. Products
+    are then not rounded before biases and activations.
 
     Args:
         maps: The maps by name; the last is down.
@@ -432,7 +435,7 @@ def compute_gradients(
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], jax.Array, dict[str, LoraPair]]:
     """Return the gradients of tokens and `inner`, of the shares, and of each tile's factors by map.
 
-    With an `ExpertMap` for each map, all arrays are of one tile and lack the leading W.
+    Maps are as in `apply_experts`.
 
     `d_y` and `d_outer` are the gradients of the weighted sums of a token's experts. Let z be the
     input of down, and g the gradient of z for a share of 1. Then the gradient of a share is the sum

@@ -218,19 +218,15 @@ class AdaptedMap:
         """The weight as [I, O]."""
         return self.weight.T if self.is_transposed else self.weight
 
-    def compute_inner(self, x_MI: jax.Array) -> jax.Array:
-        """Return scale (x A) in the weight's type, which the second factor and its gradient read."""
-        return _compute_inner(x_MI, self.pair, self.scale)
-
     def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None) -> jax.Array:
         """Return the map of `x`, float32 [M, O].
 
-        `inner_MR` is the result of `compute_inner`, if known.
+        `inner_MR` is scale (x A), if known.
         """
         y_MO = multiply(x_MI, self.weight_IO)
         if self.is_merged:
             return y_MO
-        inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
+        inner_MR = _compute_inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
         return y_MO + multiply(inner_MR, self.pair.b, self.product_dtype).astype(jnp.float32)
 
     def compute_gradient(
@@ -241,7 +237,7 @@ class AdaptedMap:
         d_x_MI = multiply(d_y_MO, self.weight_IO.T, self.product_dtype).astype(jnp.float32)
         if not self.is_merged:
             d_x_MI = d_x_MI + multiply(d_h_MR, self.pair.a.T, self.product_dtype).astype(jnp.float32)
-        inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
+        inner_MR = _compute_inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
         dtype = self.weight.dtype
         return d_x_MI, LoraPair(
             a=_sum_outer_products(d_h_MR, x_MI, dtype).T, b=_sum_outer_products(inner_MR, d_y_MO, dtype)
@@ -294,6 +290,7 @@ class ConcatenatedMap:
 
 
 def _compute_inner(x_MI: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Array:
+    """Return scale (x A) in the type of the factors, which the second factor and its gradient read."""
     return (multiply(x_MI, pair.a) * scale).astype(pair.a.dtype)
 
 
@@ -391,7 +388,7 @@ def _multiply_adapted_forward(
     adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], product_dtype=dtype)
     # Kept for the backward pass: it is so narrow that reading `x` takes all the time of recomputing
     # it.
-    inner_MR = None if adapted.is_merged else mark_matmul(adapted.compute_inner(x_MI))
+    inner_MR = None if adapted.is_merged else mark_matmul(_compute_inner(x_MI, adapted.pair, adapted.scale))
 
     def apply_separately(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
         return adapted.apply(x_MI, inner_MR).astype(dtype)

@@ -281,10 +281,6 @@ def _activate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)
 
 
-def _add_bias(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array:
-    return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
-
-
 def _multiply_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array | float:
     """Return the dot product of each row with the bias of its expert, for one tile or all tiles."""
     if bias_EO is None:
@@ -292,14 +288,12 @@ def _multiply_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Arr
     return (d_y_PO.astype(jnp.float32) * bias_EO[expert].astype(jnp.float32)[..., None, :]).sum(axis=-1)
 
 
-def _add_tile_biases(
-    biases: Mapping[str, jax.Array | None], expert_W: jax.Array, name: str, y_WPO: jax.Array
-) -> jax.Array:
-    """Add the biases of their experts to the outputs of one map for all tiles, in the type of `y`."""
+def _add_bias(biases: Mapping[str, jax.Array | None], expert: jax.Array, name: str, y_PO: jax.Array) -> jax.Array:
+    """Add the bias of its expert to the outputs of one map, for one tile or all tiles, in the type of `y`."""
     bias_EO = biases[name]
     if bias_EO is None:
-        return y_WPO
-    return (y_WPO.astype(jnp.float32) + bias_EO[expert_W][:, None].astype(jnp.float32)).astype(y_WPO.dtype)
+        return y_PO
+    return (y_PO.astype(jnp.float32) + bias_EO[expert][..., None, :].astype(jnp.float32)).astype(y_PO.dtype)
 
 
 _Tokens = tuple[jax.Array, Mapping[str, jax.Array]]
@@ -338,24 +332,19 @@ def _run_experts_forward(
     tiling: Tiling,
 ):
     dtype = weights.down_proj.dtype
-    rows = jax.tree.map(tiling.gather_rows, tokens)
+    rows, activate = jax.tree.map(tiling.gather_rows, tokens), partial(_activate, weights.clamp)
 
     def run_tile(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), index = tile
         maps = _make_expert_maps(weights, pairs, index.expert_W, index.adapter_W, index.scale_W)
-        down, biases = maps.pop("down_proj"), weights.biases
-        mapped = tuple(
-            _add_bias(expert_map.apply(x_PD, inner.get(name))[0], biases[name], index.expert_W)
-            for name, expert_map in maps.items()
-        )
-        y_PD, outer_PR = down.apply(_activate(weights.clamp, *mapped))
-        y_PD = _add_bias(y_PD, weights.down_bias, index.expert_W).astype(dtype)
-        return (y_PD, outer_PR), tuple(y_PF.astype(dtype) for y_PF in mapped)
+        add_bias = partial(_add_bias, weights.biases, index.expert_W)
+        (y_PD, outer_PR), mapped = apply_experts(maps, add_bias, activate, x_PD, inner)
+        return (y_PD.astype(dtype), outer_PR), tuple(y_PF.astype(dtype) for y_PF in mapped)
 
     if (multiply := kernels.get_tile_kernel()) is not None:
         maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
-        add, activate = partial(_add_tile_biases, weights.biases, indices.expert_W), partial(_activate, weights.clamp)
-        outputs_W, mapped_WPF = apply_experts(maps, add, activate, *rows)
+        add_bias = partial(_add_bias, weights.biases, indices.expert_W)
+        outputs_W, mapped_WPF = apply_experts(maps, add_bias, activate, *rows)
     else:
         outputs_W, mapped_WPF = map_tiles(run_tile, tiling, (rows, indices))
 

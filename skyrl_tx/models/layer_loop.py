@@ -101,8 +101,8 @@ def run_layers(
     for group, group_adapters in zip(mode.config.groups, adapters, strict=True):
         first, last = len(new_entries), len(new_entries) + len(group.stacks)
         group_states = ((),) * len(group.stacks) if states is None else states[first:last]
-        part = _GroupPart(group, first, params.layers[first:last], group_adapters, group_states)
-        x, new = run_stacks(mode, x, part, params.is_transposed)
+        part = _GroupPart(group, first, params.layers[first:last], params.is_transposed, group_adapters, group_states)
+        x, new = run_stacks(mode, x, part)
         new_entries += new
     return x, tuple(new_entries)
 
@@ -116,19 +116,17 @@ class _GroupPart:
     """The index of its first stack among all stacks."""
     layers: tuple[Any, ...]
     """The parameters of its stacks, which are all stacked or all separate."""
+    is_transposed: bool
     adapters: GroupAdapters
     states: tuple[Any, ...]
 
 
-def _run_stacked_layers(
-    mode: LayerMode, x: jax.Array, part: _GroupPart, is_transposed: bool
-) -> tuple[jax.Array, tuple[Any, ...]]:
+def _run_stacked_layers(mode: LayerMode, x: jax.Array, part: _GroupPart) -> tuple[jax.Array, tuple[Any, ...]]:
     """Run one group as a loop (`jax.lax.scan`) over the repeats of the cycle.
 
     Returns the hidden states, and the new cache entries, one per stack. The time to trace and
     compile the loop does not depend on the number of layers.
     """
-    assert not is_transposed, "stacked linear maps are [in, out]"
     group, stacks, adapters = part.group, part.layers, part.adapters
     unsliced = [_find_unsliced_params(stack.block, mode.context) for stack in group.stacks]
 
@@ -163,9 +161,7 @@ def _run_stacked_layers(
     return jax.lax.scan(run_cycle, x, (sliced, adapters.get_pairs(), part.states, repeats))
 
 
-def _run_separate_layers(
-    mode: LayerMode, x: jax.Array, part: _GroupPart, is_transposed: bool
-) -> tuple[jax.Array, tuple[Any, ...]]:
+def _run_separate_layers(mode: LayerMode, x: jax.Array, part: _GroupPart) -> tuple[jax.Array, tuple[Any, ...]]:
     """Do the same as `_run_stacked_layers` without a loop. The cache entries of a stack are a tuple too.
 
     Compiling takes longer than for a loop, but no layer is copied out of a stack. The layers of a
@@ -175,7 +171,7 @@ def _run_separate_layers(
     def make_layer(block: Block):
         @jax.jit
         def run_layer(x: jax.Array, layer_params: LayerParams, layer_adapters: LayerAdapters, layer_cache: Any):
-            if is_transposed:
+            if part.is_transposed:
                 layer_params = transpose_layer(block, layer_params)
             layer_params = _gather_params(block, layer_params, mode.context.layout)
             return mode.run_block(block, x, layer_params, layer_adapters, layer_cache)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights, Routing, count_visits
 from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
-from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim
 from skyrl_tx.models.parts.base import FeedForward, Layer, ShardedSize, StackedParam, Target, UnsupportedModel
 
@@ -46,11 +46,9 @@ class Dense(FeedForward):
     @override
     def targets(self) -> dict[str, Target]:
         D, F = self.hidden_size, self.mlp_size
-        gate = {"gate_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp")} if self.is_gated else {}
-        return gate | {
-            "up_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp"),
-            "down_proj": Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp"),
-        }
+        into = Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp")
+        down = Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp")
+        return {**({"gate_proj": into} if self.is_gated else {}), "up_proj": into, "down_proj": down}
 
     @override
     def describe(self) -> dict[str, Parameter]:
@@ -134,28 +132,15 @@ class Mixture(FeedForward):
     @override
     def targets(self) -> dict[str, Target]:
         D, F, E = self.latent_size or self.hidden_size, self.mlp_size, self.routing.num_experts
-        ends = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
-        targets = {
-            EXPERT_PREFIX + name: Target(
-                inputs=ends[name][0],
-                outputs=ends[name][1],
-                axes=("mlp", "embed") if name == "down_proj" else ("embed", "mlp"),
-                group="mlp",
-                num_experts=E,
-            )
-            for name in self._map_names
-        }
+        into = Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp", num_experts=E)
+        down = Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp", num_experts=E)
+        targets = {EXPERT_PREFIX + name: down if name == "down_proj" else into for name in self._map_names}
 
-        # The maps to the latents and back.
+        # The maps to the latents, which are not sharded, and back.
         if self.latent_size is not None:
-            ends = {"fc1_latent_proj": (self.hidden_size, D), "fc2_latent_proj": (D, self.hidden_size)}
-            axes: dict[str, tuple[Axis, Axis]] = {
-                "fc1_latent_proj": ("embed", "head_dim"),  # latents are not sharded
-                "fc2_latent_proj": ("head_dim", "embed"),
-            }
             targets |= {
-                name: Target(inputs=inputs, outputs=outputs, axes=axes[name], group="mlp")
-                for name, (inputs, outputs) in ends.items()
+                "fc1_latent_proj": Target(inputs=self.hidden_size, outputs=D, axes=("embed", "head_dim"), group="mlp"),
+                "fc2_latent_proj": Target(inputs=D, outputs=self.hidden_size, axes=("head_dim", "embed"), group="mlp"),
             }
 
         shared = {} if self._shared_expert is None else self._shared_expert.targets()
