@@ -64,7 +64,17 @@ class ChunkMasks:
         begin_NBC, end_NBC = split_chunks(prefix.start_BT), split_chunks(prefix.end_BT)
         is_new_NBC = (start_NBC >= first_N11) & (end_NBC > begin_NBC)
         reads_through_NBC = is_new_NBC & (begin_NBC < first_N11) & (end_NBC > first_N11)
-        masks = PrefixMasks.from_ranges(start_NBC, begin_NBC, end_NBC, first_N11, _find_last_ends(prefix))
+
+        # Which positions are in the prefix, and which are between the prefix and the sequence.
+        position_N11C = first_N11[..., None] + index
+        is_after_NBij = position_N11C >= end_NBC[..., None]
+        skips_NBij = is_after_NBij & (position_N11C < start_NBC[..., None]) & is_new_NBC[..., None]
+        masks = PrefixMasks(
+            reads_NBij=(position_N11C >= begin_NBC[..., None]) & ~is_after_NBij,
+            skips_NBij=skips_NBij.astype(jnp.float32),
+            resumes_NBC=is_new_NBC & (end_NBC <= first_N11),
+            last_NB=_find_last_ends(prefix),
+        )
         return cls(reads_NBij, continues_NBC | reads_through_NBC, masks)
 
 
@@ -80,26 +90,6 @@ class PrefixMasks:
     skips_NBij: jax.Array  # 1 if j is after the prefix of i and before the sequence of i, which starts in the chunk
     resumes_NBC: jax.Array  # whether a position reads the state after its prefix, which ended in an earlier chunk
     last_NB: jax.Array  # the last position of the chunk at which a prefix ends, int32; -1 without one
-
-    @classmethod
-    def from_ranges(
-        cls, start_NBC: jax.Array, begin_NBC: jax.Array, end_NBC: jax.Array, first_N11: jax.Array, last_NB: jax.Array
-    ) -> "PrefixMasks":
-        """Return the masks.
-
-        Most arguments are positions of the row: where the sequence of a position starts, where its
-        prefix begins and ends, and where each chunk starts.
-        """
-        is_new_NBC = (start_NBC >= first_N11) & (end_NBC > begin_NBC)
-        position_N11C = first_N11[..., None] + jnp.arange(start_NBC.shape[2])
-        is_after_NBij = position_N11C >= end_NBC[..., None]
-        skips_NBij = is_after_NBij & (position_N11C < start_NBC[..., None]) & is_new_NBC[..., None]
-        return cls(
-            reads_NBij=(position_N11C >= begin_NBC[..., None]) & ~is_after_NBij,
-            skips_NBij=skips_NBij.astype(jnp.float32),
-            resumes_NBC=is_new_NBC & (end_NBC <= first_N11),
-            last_NB=last_NB,
-        )
 
     def sum_skipped(self, decay_NBHC: jax.Array) -> "DecaySums":
         """Return the sum of the decays that each position skips."""

@@ -258,6 +258,7 @@ def join_pairs(config: ModelConfig, pairs: tuple[GroupPairs, ...]) -> AdapterWei
     return joined
 
 
+@dataclass(frozen=True, slots=True)
 class GroupAdapters:
     """The adapters of one group of layers.
 
@@ -265,22 +266,12 @@ class GroupAdapters:
     stacked. With slots, each layer gathers the adapters of its rows from the pool.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        number: int,
-        adapter: Adapter | SplitAdapter | None,
-        slots: RowSlots | None,
-        may_concatenate: bool,
-    ) -> None:
-        """`number` is the index of the group."""
-        self._group = config.groups[number]
-        self._number = number
-        self._may_concatenate = may_concatenate
-        self._adapter = adapter
-        self._slots = slots
-        self._is_shared = adapter is not None and adapter.scale.ndim == 0
-        self._targets = {} if adapter is None else _find_target_layers(config, self._group)
+    group: Group
+    number: int  # of the group
+    adapter: Adapter | SplitAdapter | None
+    slots: RowSlots | None
+    may_concatenate: bool
+    targets: "dict[str, _TargetLayers]"
 
     @classmethod
     def from_adapter(
@@ -292,33 +283,38 @@ class GroupAdapters:
         may_concatenate: bool = False,
     ) -> "Iterator[GroupAdapters]":
         """Yield the adapters of each group. `may_concatenate` is passed to `RowAdapter`."""
-        return (cls(config, number, adapter, slots, may_concatenate) for number in range(len(config.groups)))
+        for number, group in enumerate(config.groups):
+            yield cls(group, number, adapter, slots, may_concatenate, _find_target_layers(config, group))
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.adapter is not None and self.adapter.scale.ndim == 0
 
     def get_pairs(self) -> GroupPairs:
         """Return the arrays of a shared adapter that the loop slices.
 
         Empty for slots and for the base model.
         """
-        if self._adapter is None or not self._is_shared:
+        if self.adapter is None or not self._is_shared:
             return {}
-        if isinstance(self._adapter, SplitAdapter):
-            return self._adapter.pairs[self._number]
-        return _cut_group(self._group, self._targets, self._adapter.weights)
+        if isinstance(self.adapter, SplitAdapter):
+            return self.adapter.pairs[self.number]
+        return _cut_group(self.group, self.targets, self.adapter.weights)
 
     def select_layer(self, position: int, repeat: Any, pairs: GroupPairs) -> LayerAdapters:
         """Return the adapters of the layer at a position of the cycle.
 
         `pairs` are the slices that belong to this repeat of the cycle.
         """
-        adapter = self._adapter
+        adapter = self.adapter
         if adapter is None:
             return LayerAdapters()
-        targets = self._group.stacks[position].block.targets()
+        targets = self.group.stacks[position].block.targets()
         has_experts = any(target.num_experts is not None for target in targets.values())
         if self._is_shared:
             rows = {
                 name: RowAdapter(
-                    self._get_pair(name, position, pairs), adapter.scale, may_concatenate=self._may_concatenate
+                    self._get_pair(name, position, pairs), adapter.scale, may_concatenate=self.may_concatenate
                 )
                 for name in targets
             }
@@ -326,9 +322,9 @@ class GroupAdapters:
 
         # The rows use different adapters of the pool.
         assert isinstance(adapter, Adapter), "an adapter for all rows is shared"
-        assert self._slots is not None, "an adapter with slots needs the slots of the rows"
+        assert self.slots is not None, "an adapter with slots needs the slots of the rows"
         rows = {
-            name: select_rows(adapter, name, self._slots, self._get_layer_index(name, position, repeat))
+            name: select_rows(adapter, name, self.slots, self._get_layer_index(name, position, repeat))
             for name, target in targets.items()
             if target.num_experts is None
         }
@@ -337,15 +333,15 @@ class GroupAdapters:
             return LayerAdapters(rows)
         first = next(name for name, target in targets.items() if target.num_experts is not None)
         experts = get_pooled_expert_adapters(
-            adapter, EXPERT_PREFIX, self._slots, self._get_layer_index(first, position, repeat)
+            adapter, EXPERT_PREFIX, self.slots, self._get_layer_index(first, position, repeat)
         )
         return LayerAdapters(rows, experts)
 
     def _get_pair(self, name: str, position: int, pairs: GroupPairs) -> LoraPair:
-        return pairs[name][self._targets[name].cycle_positions.index(position)]
+        return pairs[name][self.targets[name].cycle_positions.index(position)]
 
     def _get_layer_index(self, name: str, position: int, repeat: Any) -> Any:
-        layers = self._targets[name]
+        layers = self.targets[name]
         return layers.first + layers.get_index(position, repeat)
 
 

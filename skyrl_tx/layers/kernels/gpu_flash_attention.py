@@ -111,19 +111,13 @@ def _forward(
     """Return the output and the residuals, with each query's base-2 logsumexp of scores [B, N, T]."""
     (B, T, N, H), G, V = q.shape, q.shape[2] // k.shape[2], v.shape[3]
     blocks = _choose_blocks(H, V).forward
-    queries, out_queries = (
-        pl.BlockSpec((None, blocks.queries, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, i, n, 0))
-        for dim in (H, V)
-    )
-    keys, values = (
-        pl.BlockSpec((None, T, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, 0, n // G, 0)) for dim in (H, V)
-    )
+    queries, out_queries, keys, values, row, stats = _make_specs(blocks, T, G, H, V)
 
     out, logsumexp = pl.pallas_call(
         partial(_forward_kernel, blocks=blocks, dim=H, value_dim=V),
         grid=(T // blocks.queries, B, N),
-        in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0))],
-        out_specs=[out_queries, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))],
+        in_specs=[queries, keys, values, row],
+        out_specs=[out_queries, stats],
         out_shape=[jax.ShapeDtypeStruct((B, T, N, V), q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         compiler_params=blocks.compiler_params,
         interpret=interpret,
@@ -151,18 +145,12 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
 
     # Gradient of the queries.
     blocks = sizes.d_query
-    queries, d_outs = (
-        pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0)) for dim in (padded, padded_value)
-    )
-    keys, values = (
-        pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0)) for dim in (padded, padded_value)
-    )
-    stats = pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))
+    queries, d_outs, keys, values, row, stats = _make_specs(blocks, T, G, H, V)
 
     d_q: Any = pl.pallas_call(
         partial(_d_query_kernel, blocks=blocks, dim=H, value_dim=V),
         grid=(T // blocks.queries, B, N),
-        in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0)), d_outs, stats, stats],
+        in_specs=[queries, keys, values, row, d_outs, stats, stats],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=blocks.compiler_params,
@@ -195,6 +183,22 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _make_specs(blocks: Blocks, T: int, G: int, H: int, V: int) -> tuple[pl.BlockSpec, ...]:
+    """Return what a program for a block of queries of a head reads and writes.
+
+    These are queries, outputs, the keys, values and first keys of the row, and statistics.
+    """
+    queries, outs = (
+        pl.BlockSpec((None, blocks.queries, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, i, n, 0))
+        for dim in (H, V)
+    )
+    keys, values = (
+        pl.BlockSpec((None, T, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, 0, n // G, 0)) for dim in (H, V)
+    )
+    row = pl.BlockSpec((None, T), lambda i, b, n: (b, 0))
+    return queries, outs, keys, values, row, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))
 
 
 def _choose_blocks(*dims: int) -> KernelBlocks:

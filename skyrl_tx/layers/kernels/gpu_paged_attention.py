@@ -33,19 +33,6 @@ MAX_PARTS = 16
 _LOG2_E = math.log2(math.e)
 
 
-def attend_past(
-    q_BKGTH: jax.Array,
-    pages: Pages,
-    start_B: jax.Array,
-    first_B: jax.Array,
-    *,
-    window: int | None,
-    interpret: bool,
-) -> SoftmaxStats:
-    """See `registry.AttendPast`."""
-    return _compute_stats(q_BKGTH, pages, start_B, first_B, None, jnp.int32(0), window=window, interpret=interpret)
-
-
 def attend_step(
     q_BKGH: jax.Array,
     pages: Pages,
@@ -59,22 +46,22 @@ def attend_step(
     """See `registry.AttendStep`."""
     first_B = start_B + num_recent - 1
     q_BKGTH = q_BKGH[:, :, :, None]
-    stats = _compute_stats(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
+    new = recent, num_recent
+    stats = attend_past(q_BKGTH, pages, start_B, first_B, new, window=window, interpret=interpret)
     return jax.tree.map(lambda x: x[:, :, :, 0], stats)
 
 
-def _compute_stats(
+def attend_past(
     q_BKGTH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
     first_B: jax.Array,
-    recent: KeyValues | None,
-    num_recent: jax.Array,
+    recent: tuple[KeyValues, jax.Array] | None = None,
     *,
     window: int | None,
     interpret: bool,
 ) -> SoftmaxStats:
-    """Return the statistics of queries from position `first_B` on, over past and recent tokens."""
+    """See `registry.AttendPast`. In a decode step, `recent` has the recent tokens and their number."""
     B, K, G, T, H = q_BKGTH.shape
     k, v = pages.stack.k, pages.stack.v
     assert v is not None
@@ -96,9 +83,10 @@ def _compute_stats(
     query_spec = pl.BlockSpec((None, None, size), lambda x, r, z: (z, x, r))
     new, specs = (), ()
     if recent is not None:
-        U = recent.k.shape[2]
+        new_keys, num_recent = recent
+        U = new_keys.k.shape[2]
         keys = pl.BlockSpec((None, max(pl.next_power_of_2(U), MIN_QUERIES), H), lambda x, r, z: (x, 0, 0))
-        new = *(x.reshape(B * K, U, H) for x in (recent.k, recent.values)), jnp.broadcast_to(num_recent, (B,))
+        new = *(x.reshape(B * K, U, H) for x in (new_keys.k, new_keys.values)), jnp.broadcast_to(num_recent, (B,))
         specs = keys, keys, row_spec
 
     in_specs = [
