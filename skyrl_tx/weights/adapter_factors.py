@@ -1,7 +1,7 @@
 """The factors of adapters by module: of experts, stacked or one by one, and of fused modules.
 
 Files may stack the experts of a layer, and PEFT fuses the maps that share a tensor. The server
-trains each map by itself.
+trains each map separately.
 
 Legend: E experts, I inputs and O outputs of a linear map, R rank.
 """

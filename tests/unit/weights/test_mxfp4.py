@@ -24,7 +24,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write one model twice, in bfloat16: plain, and tensor_file.
+    """Write one model twice, in bfloat16: plain, and packed.
 
     The packed model has two files, one with the blocks and one with the scales.
     """
@@ -49,8 +49,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (other / "config.json").write_text(json.dumps(config))
-    scales = {name: array for name, array in tensor_file.items() if name.endswith("_scales")}
-    rest = {name: array for name, array in tensor_file.items() if name not in scales}
+    scales = {name: array for name, array in packed.items() if name.endswith("_scales")}
+    rest = {name: array for name, array in packed.items() if name not in scales}
     files = {"model-1.safetensors": rest, "model-2.safetensors": scales}
     for name, content in files.items():
         save_file(content, other / name)
