@@ -350,7 +350,7 @@ def test_a_reader_who_leaves_cancels_the_sample(tmp_path: Path) -> None:
                 kinds += [json.loads(line.removeprefix("data: "))["type"]] if line else []
                 if kinds.count("delta") > 2:
                     break
-        assert kinds[0] == "prompt" and open_samples(world) == 1
+            assert kinds[0] == "prompt" and open_samples(world) == 1
         until(lambda: open_samples(world) == 0, within_s=20.0)
 
 
