@@ -336,7 +336,7 @@ def test_no_likely_program_is_compiled_while_a_cpu_samples(tiny: TinyModel, monk
     compiler = Compiler[Hashable](1, monitor)
     device, seen = make_model_runner(tiny.params, tiny.config, TINY_CONFIG, compiler), []
     scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
-    monkeypatch.setattr(scheduler, "_run_round", lambda: seen.append(monitor.seconds_since_call) or [])
+    monkeypatch.setattr(scheduler, "_admit", lambda: seen.append(monitor.seconds_since_call) or [])
     scheduler.step()
     assert seen == [0] and monitor.seconds_since_call > 0
     device._is_single_cpu = False  # elsewhere, the cores are free to compile
