@@ -8,7 +8,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.apps.teams import storage_hours
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
@@ -62,7 +62,7 @@ def work(billing_stack: LiveStack) -> str:
         params = tinker.SamplingParams(max_tokens=5)
         sampling.sample(tinker.ModelInput.from_ints([1, 2, 3]), 2, params).result()
         training.save_state("kept").result()
-        billing_stack.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
+        billing_stack.server.store.write(lambda tx: usage.record_storage(tx, datetime.now(UTC).timestamp()))
         return training.model_id.partition(":")[0]
 
 

@@ -7,11 +7,11 @@ from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
 from skyrl_tx.apps.history import tables as history_tables
-from skyrl_tx.apps.teams import tables as teams_tables
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.store import schema
 from skyrl_tx.store.tables import AppTable
 
-assert history_tables and teams_tables  # their import declares the tables of features
+assert history_tables and usage  # their import declares the tables of features
 ALL_TABLES = [SQLModel.metadata, AppTable.metadata]
 
 

@@ -13,7 +13,7 @@ from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
 from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
-from skyrl_tx.apps.teams.tables import UsageRow
+from skyrl_tx.apps.teams.usage import UsageRow
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute

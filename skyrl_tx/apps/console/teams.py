@@ -12,9 +12,17 @@ from starlette.responses import Response
 from skyrl_tx.apps.console.rendering import Bar, format_count, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.teams import quotas
-from skyrl_tx.apps.teams.admission import QuotaUse, read_quota_uses
 from skyrl_tx.apps.teams.prices import TeamsSettings
-from skyrl_tx.apps.teams.quotas import LIMITS, WEIGHT, Rules, Subject, format_amount, parse_amount
+from skyrl_tx.apps.teams.quotas import (
+    LIMITS,
+    WEIGHT,
+    QuotaUse,
+    Rules,
+    Subject,
+    format_amount,
+    parse_amount,
+    read_quota_uses,
+)
 from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
 from skyrl_tx.apps.teams.usage_report import Subject as UsageSubject
 from skyrl_tx.contract.errors import UserError

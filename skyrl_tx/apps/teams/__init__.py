@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_tx.apps.teams.commands import COMMANDS
 from skyrl_tx.apps.teams.prices import TeamsSettings
-from skyrl_tx.launch.command import App
+from skyrl_tx.launch.command import App, Command
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.teams.admission import check_checkpoint
+    from skyrl_tx.apps.teams.quotas import check_checkpoint
     from skyrl_tx.apps.teams.routes import router
     from skyrl_tx.server.context import ServerExtension
 
@@ -29,10 +28,20 @@ def _extend_engine() -> EngineExtension:
     return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)
 
 
+_COMMANDS = {
+    "usage": "show tokens, device seconds and storage by owner, project, key, session, run or day",
+    "projects": "list projects, and add or remove their members",
+    "quotas": "list, set and remove quotas and fair-share weights of owners",
+    "audit": "show the audit log of checkpoints, keys, quotas and projects",
+}
+
 TEAMS = App(
     name="teams",
     settings=TeamsSettings,
     server=_extend_server,
     engine=_extend_engine,
-    commands=COMMANDS,
+    commands=tuple(
+        Command(name=name, help=text, group="administration", entry_point=f"skyrl_tx.apps.teams.commands:add_{name}")
+        for name, text in _COMMANDS.items()
+    ),
 )

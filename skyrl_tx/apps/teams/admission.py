@@ -1,4 +1,4 @@
-"""Enforces quotas in the engine, and reports how much of them is used.
+"""Enforces quotas in the engine.
 
 Daily tokens are counted in memory. The engine reads them from `usage` when it starts, when quotas
 change, when a day starts, and every minute, and in between adds the tokens of the requests that it
@@ -15,47 +15,36 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 
-from sqlalchemy import literal_column, select, true
-from sqlmodel import Session, col
-
-from skyrl_tx.apps.teams import quotas, usage
-from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject, format_amount
-from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import (
+    DAY_LIMITS,
+    Account,
+    Limit,
+    Quota,
+    Rules,
+    Subject,
+    count_tokens_today,
+    find_account,
+    find_model_refusal,
+    format_amount,
+    get_day_start,
+    make_room_for_checkpoint,
+)
+from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Sample, SaveWeights
 from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampledTokenCounts
-from skyrl_tx.store import checkpoints
-from skyrl_tx.store.checkpoints import is_unexpired, sum_bytes
-from skyrl_tx.store.database import Store, execute
-from skyrl_tx.store.engine_state import Pause, belongs_to_subject
-from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import Pause
 
 _log = logging.getLogger(__name__)
 _RELOAD_S = 60.0
 _SHARED_RELOAD_S = 5.0
 _MAX_PAUSES = 256
 _NAMES: dict[Limit, str] = {"training_tokens_per_day": "training", "sample_tokens_per_day": "sample"}
-DAY_S = 86_400
-_DAY_LIMIT_BY_KIND: dict[usage.UsageKind, Limit] = {
-    "training": "training_tokens_per_day",
-    "forward": "training_tokens_per_day",
-    "prefill": "sample_tokens_per_day",
-    "sampled": "sample_tokens_per_day",
-}
-"""The daily limit that each kind of usage counts for.
-
-Prompt tokens from the prefix cache do not count.
-"""
-_MAX_TOTALS = 1_000_000
-_MAX_SUBJECTS = 1000
-_MAX_LISTED = 5
-_MAX_USES = 2000
 
 
 _QuotaKey = tuple[Subject, Limit]
@@ -252,175 +241,3 @@ def _get_day_limit(queued: QueuedRequest) -> Limit | None:
     if queued.model_id is None:
         return "sample_tokens_per_day" if isinstance(queued.request, Sample) else None
     return "training_tokens_per_day" if queued.kind == "model_pass" else None
-
-
-def get_day_start(now: float) -> int:
-    """Return the start of the day in UTC, in seconds since the epoch."""
-    return int(now) // DAY_S * DAY_S
-
-
-def count_tokens_today(tx: Session, now: float) -> Counter[tuple[Subject, Limit]]:
-    """Return the tokens of each subject since the start of the day, by daily limit."""
-    tokens: Counter[tuple[Subject, Limit]] = Counter()
-    groups = ("owner", "key_id", "project_id")
-    for total in usage.read_totals(tx, None, get_day_start(now), groups, limit=_MAX_TOTALS):
-        limit = _DAY_LIMIT_BY_KIND.get(total.kind)
-        for subject in Account(*total.group).list_subjects() if limit else ():
-            tokens[subject, limit] += total.tokens  # pyright: ignore[reportArgumentType]
-    return tokens
-
-
-def find_account(tx: Session, session_id: SessionId) -> Account | None:
-    """Return the account of a session, or None if the session does not exist."""
-    columns = col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id)
-    row = execute(tx, select(*columns).where(col(SessionRow.session_id) == session_id)).first()
-    return None if row is None else Account(*row)
-
-
-def find_model_refusal(tx: Session, rules: Rules, session_id: SessionId) -> str | None:
-    """Return why a session may not create another model, or None if it may."""
-    account = find_account(tx, session_id)
-    for quota in () if account is None else rules.list_account_quotas("models_in_training", account):
-        models = list_models_in_training(tx, quota.subject)
-        if len(models) < quota.value:
-            continue
-        own_ids = [model_id for model_id, owner in models if account is not None and owner == account.owner]
-        advice = "ask an admin for a higher one"
-        if own_ids:
-            advice = f"unload one of {_join_model_ids(own_ids)}, or end its session"
-        return (
-            f"models_in_training: {quota.subject.label} has {len(models)} models in training, and the quota is "
-            f"{quota.value}: {advice}"
-        )
-    return None
-
-
-def make_room_for_checkpoint(
-    tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool
-) -> str | None:
-    """Return why a session may not store another checkpoint, or None if it may.
-
-    Deleted checkpoints count for the quota until they are removed. If the quota would be exceeded,
-    the oldest of them are removed early. `is_stored` means that the new checkpoint is in the
-    database already, so its size is part of the sum.
-    """
-    account, min_room = find_account(tx, session_id), 0 if is_stored else 1
-    for quota in () if account is None else rules.list_account_quotas("checkpoint_bytes", account):
-        excess = count_checkpoint_bytes(tx, quota.subject, now) + min_room - quota.value
-        checkpoints.purge_oldest(tx, excess, belongs_to_subject(*quota.subject))
-        used = count_checkpoint_bytes(tx, quota.subject, now)
-        if used + min_room > quota.value:
-            return (
-                f"checkpoint_bytes: the checkpoints of {quota.subject.label} take {used:,} bytes"
-                f"{' with this one' if is_stored else ''}, and the quota is {quota.value:,}: delete some, for example "
-                "with `tinker checkpoint delete`, or save with a ttl_seconds"
-            )
-    return None
-
-
-def check_checkpoint(tx: Session, session_id: SessionId, now: float) -> None:
-    """Raise UserError if the checkpoint that was just added to a session exceeds a quota."""
-    reason = make_room_for_checkpoint(tx, quotas.read_rules(tx), session_id, now, is_stored=True)
-    if reason is not None:
-        raise UserError(reason)
-
-
-def _join_model_ids(model_ids: list[ModelId]) -> str:
-    rest = len(model_ids) - _MAX_LISTED
-    return ", ".join(model_ids[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def list_models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str]]:
-    """Return a subject's ready models in unfinished sessions, oldest first, with their owners."""
-    statement = (
-        select(col(ModelRow.model_id), col(SessionRow.owner))
-        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(
-            col(ModelRow.status) == literal_column("'ready'"),
-            col(ModelRow.deleted_at).is_(None),
-            col(SessionRow.finished_at).is_(None),
-            belongs_to_subject(subject.kind, subject.name),
-        )
-        .order_by(col(ModelRow.created_at), col(ModelRow.model_id))
-    )
-    return [(model_id, owner) for model_id, owner in execute(tx, statement)]
-
-
-def count_checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
-    """Return the total size of a subject's checkpoints, including deleted ones."""
-    statement = (
-        select(sum_bytes())
-        .select_from(CheckpointRow)
-        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
-        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(is_unexpired(now), belongs_to_subject(subject.kind, subject.name))
-    )
-    return execute(tx, statement).scalar_one()
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaUse:
-    """A quota and how much of it is used now."""
-
-    quota: Quota
-    used: int
-
-
-def read_quota_uses(
-    tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_USES
-) -> list[QuotaUse]:
-    """Return how much of the quotas of an owner, its keys and its projects is used.
-
-    `owner` None means all owners. The result is ordered by subject and then by limit, and has up to
-    `limit` elements.
-    """
-    if not rules.values:
-        return []
-    tokens = count_tokens_today(tx, now) if rules.has_limit(*DAY_LIMITS) else Counter[tuple[Subject, Limit]]()
-    all_quotas = (
-        quota
-        for subject in _list_subjects(tx, rules, owner)
-        for quota in map(partial(rules.get_subject_quota, subject=subject), LIMITS)
-        if quota is not None
-    )
-    return [QuotaUse(quota, _measure_use(tx, quota, tokens, now)) for quota in islice(all_quotas, limit)]
-
-
-def _measure_use(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int:
-    match quota.limit:
-        case "training_tokens_per_day" | "sample_tokens_per_day":
-            return tokens[quota.subject, quota.limit]
-        case "models_in_training":
-            return len(list_models_in_training(tx, quota.subject))
-        case "checkpoint_bytes":
-            return count_checkpoint_bytes(tx, quota.subject, now)
-
-
-def _list_subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject]:
-    """Return the owners, keys and projects that a quota may apply to.
-
-    `owner` selects the keys and projects of one owner; None means all owners.
-    """
-    columns = {"owner": col(SessionRow.owner), "key": col(SessionRow.key_id), "project": col(SessionRow.project_id)}
-    subjects: set[Subject] = set() if owner is None else {Subject("owner", owner)}
-
-    # Add the subjects of sessions.
-    kinds: set[SubjectKind] = {kind for kind, _ in rules.values}
-    for kind in kinds:
-        condition = true() if owner is None else col(SessionRow.owner) == owner
-        names = select(columns[kind]).distinct().where(condition, columns[kind].is_not(None)).limit(_MAX_SUBJECTS)
-        subjects |= {Subject(kind, str(name)) for name in execute(tx, names).scalars()}
-
-    # Add keys that have no session yet.
-    if "key" in kinds:
-        condition = col(ApiKeyRow.revoked_at).is_(None) & col(ApiKeyRow.parent_id).is_(None)
-        if owner is not None:
-            condition = condition & (col(ApiKeyRow.owner) == owner)
-        key_ids = select(col(ApiKeyRow.key_id)).where(condition).limit(_MAX_SUBJECTS)
-        subjects |= {Subject("key", str(key_id)) for key_id in execute(tx, key_ids).scalars()}
-
-    # Add all subjects that quotas name.
-    if owner is None:
-        named = {Subject(kind, name) for (kind, _), by_name in rules.values.items() for name in by_name}
-        subjects |= {subject for subject in named if subject.name != "*"}
-    return sorted(subjects)

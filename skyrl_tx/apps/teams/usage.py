@@ -1,20 +1,38 @@
-"""Usage: tokens, requests and device seconds by session, model and kind of work.
+"""Usage: tokens, requests and device seconds, and the storage of checkpoints.
 
-Usage is stored in buckets of five minutes. The engine adds to a bucket in the same transaction that
-stores the result. After two weeks the buckets are merged into hours.
+Work is stored by session, model and kind in buckets of five minutes. The engine adds to a bucket in
+the same transaction that stores the result. After two weeks the buckets are merged into hours. The
+storage of checkpoints is recorded once in each hour in which an engine runs.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+# pyright: reportAssignmentType=false
+# sqlmodel declares __tablename__ as a descriptor, but documents that a string is assigned to it.
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam, cast, delete, func, literal_column, select
-from sqlmodel import Session, col
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
-from skyrl_tx.apps.teams.tables import UsageKind, UsageRow
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Index,
+    String,
+    bindparam,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+)
+from sqlmodel import Field, Session, col
+
 from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import PreparedStatement, execute, execute_in_batches, is_in_batch, make_upsert_builder
-from skyrl_tx.store.tables import ModelRow, SessionRow
+from skyrl_tx.store.tables import AppTable, CheckpointRow, ModelRow, SessionRow, partial_index
 
 BUCKET_S = 300
 HOUR_S = 3600
@@ -22,11 +40,45 @@ FINE_S = 14 * 86_400.0
 """Age at which buckets of five minutes are merged into hours."""
 RETENTION_S = 400 * 86_400.0
 MAX_ROWS = 1000
+UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled", "checkpoint"]
 GroupColumn = Literal["owner", "session_id", "model_id", "base_model", "project_id", "key_id", "hour", "day"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class UsageRow(AppTable, table=True):
+    """Completed work of one kind for one session and one model, in an interval of five minutes."""
+
+    __tablename__ = "usage"
+    __table_args__ = (
+        Index("ix_usage_session_id", "session_id"),
+        partial_index("ix_usage_fine", "bucket_at", "bucket_at % 3600 <> 0"),
+    )
+
+    bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """Start of the interval. The intervals of old rows are hours."""
+    session_id: SessionId = Field(primary_key=True, sa_type=String)
+    model_id: str = Field(primary_key=True)
+    """The model that was trained or sampled from; empty for base weights."""
+    kind: UsageKind = Field(primary_key=True, sa_type=String)
+    owner: str
+    """Owner of the session. Stored here because the session may be removed before its usage."""
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    requests: int = Field(default=0, sa_type=BigInteger)
+    device_s: float = 0.0
+
+
+class StorageHourRow(AppTable, table=True):
+    """The size of a session's checkpoints in one hour in which an engine ran."""
+
+    __tablename__ = "storage_hours"
+
+    hour_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    session_id: SessionId = Field(primary_key=True, sa_type=String)
+    owner: str
+    """Owner of the session. Stored here because the session may be removed before its usage."""
+    num_bytes: int = Field(sa_type=BigInteger)
+
+
+class Work(NamedTuple):
     """Completed work of one kind."""
 
     kind: UsageKind
@@ -35,8 +87,7 @@ class Work:
     device_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class Total(NamedTuple):
     """The total work of one kind in one group."""
 
     group: tuple[Any, ...]
@@ -60,13 +111,7 @@ def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: floa
         "model_id": model_id,
         "owner": owner,
     }
-    _add_rows(
-        tx,
-        [
-            {**common, "kind": item.kind, "tokens": item.tokens, "requests": item.requests, "device_s": item.device_s}
-            for item in work
-        ],
-    )
+    _add_rows(tx, [{**common, **item._asdict()} for item in work])
 
 
 def _add_rows(tx: Session, rows: list[dict[str, Any]]) -> None:
@@ -132,14 +177,8 @@ def read_totals(
         statement = statement.where(col(UsageRow.session_id).in_(session_ids))
     if model_id is not None:
         statement = statement.where(col(UsageRow.model_id) == model_id)
-    return _make_totals(execute(tx, statement))
-
-
-def _make_totals(rows: Iterable[Any]) -> list[Total]:
-    return [
-        Total(group=tuple(group), kind=kind, tokens=tokens, requests=requests, device_s=device_s)
-        for *group, kind, tokens, requests, device_s in rows
-    ]
+    num_groups = len(groups)
+    return [Total(tuple(row[:num_groups]), *row[num_groups:]) for row in execute(tx, statement)]
 
 
 def _get_group_column(name: GroupColumn) -> Any:
@@ -194,3 +233,58 @@ def prune(tx: Session, now: float, *, limit: int = MAX_ROWS) -> int:
     if last is not None:
         removed = execute(tx, delete(UsageRow).where(col(UsageRow.bucket_at) <= last)).rowcount
     return max(len(hours), removed)
+
+
+class StorageHour(NamedTuple):
+    """The size of a session's checkpoints in one hour."""
+
+    hour_at: int
+    session_id: SessionId
+    owner: str
+    project_id: str | None
+    """The project that the session belongs to now."""
+    num_bytes: int
+
+
+def record_storage(tx: Session, now: float) -> bool:
+    """Record the storage of the current hour. Return False if it was recorded before.
+
+    Hours older than `RETENTION_S` are deleted.
+    """
+    hour_at = int(now) // HOUR_S * HOUR_S
+    if execute(tx, select(exists().where(col(StorageHourRow.hour_at) == hour_at))).scalar():
+        return False
+
+    stored = (
+        select(literal(hour_at), col(SessionRow.session_id), col(SessionRow.owner), sum_bytes())
+        .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
+        .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
+        .where(is_visible(now))
+        .group_by(col(SessionRow.session_id), col(SessionRow.owner))
+    )
+    execute(tx, insert(StorageHourRow).from_select(["hour_at", "session_id", "owner", "num_bytes"], stored))
+    execute(tx, delete(StorageHourRow).where(col(StorageHourRow.hour_at) < int(now - RETENTION_S)))
+    return True
+
+
+def read_storage(
+    tx: Session, owner: str | None, since: float, until: float | None = None, *, limit: int = 10_000
+) -> Sequence[StorageHour]:
+    """Return the recorded hours from `since` until `until`, in order.
+
+    `owner` None means all owners.
+    """
+    row = StorageHourRow
+    statement = (
+        select(col(row.hour_at), col(row.session_id), col(row.owner), col(SessionRow.project_id), col(row.num_bytes))
+        .outerjoin(SessionRow, col(SessionRow.session_id) == col(row.session_id))
+        .where(col(row.hour_at) >= int(since) // HOUR_S * HOUR_S)
+        .order_by(col(row.hour_at), col(row.session_id))
+        .limit(limit)
+    )
+    if until is not None:
+        statement = statement.where(col(row.hour_at) < until)
+    if owner is not None:
+        statement = statement.where(col(row.owner) == owner)
+
+    return [StorageHour(*found) for found in execute(tx, statement)]

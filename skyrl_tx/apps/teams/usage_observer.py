@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_tx.apps.teams import storage_hours, usage
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput
@@ -61,5 +61,5 @@ def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> WriteRow
 
 RETENTION = (
     RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
-    RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record_hour(tx, clock.now)),
+    RetentionRule(name="storage hours", expire=lambda tx, clock: usage.record_storage(tx, clock.now)),
 )

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.teams import storage_hours, usage
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, compute_storage_cost, compute_token_cost
 from skyrl_tx.apps.teams.usage import GroupColumn
 
@@ -97,7 +97,7 @@ def _add_storage(
 ) -> None:
     if by in ("key", "run"):  # storage is recorded by session only
         return
-    for hour in storage_hours.read_hours(tx, owner, since, limit=MAX_LINES):
+    for hour in usage.read_storage(tx, owner, since, limit=MAX_LINES):
         values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
         name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
         line = lines.get(name, UsageLine(subject=name))

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 from sqlmodel import select
 
-from skyrl_tx.apps.teams import admission, quotas, usage
-from skyrl_tx.apps.teams.admission import make_room_for_checkpoint
-from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject
+from skyrl_tx.apps.teams import quotas, usage
+from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject, make_room_for_checkpoint
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId
 from skyrl_tx.store import audit, checkpoints, models, sessions
@@ -76,16 +75,16 @@ def test_tokens_of_the_day_by_owner_key_and_project(store: Store, team: dict[str
         usage.add(tx, "bob", team["bob"], "m", NOON, work)
 
     store.write(fill)
-    assert store.read(lambda tx: admission.count_tokens_today(tx, NOON)) == {
+    assert store.read(lambda tx: quotas.count_tokens_today(tx, NOON)) == {
         (ANN, "training_tokens_per_day"): 15,
         (KEY, "training_tokens_per_day"): 15,
         (MATH, "training_tokens_per_day"): 30,
         (ANN, "sample_tokens_per_day"): 10,
         (Subject("owner", "bob"), "training_tokens_per_day"): 15,
     }
-    assert store.read(lambda tx: admission.count_tokens_today(tx, DAY + 86_400)) == {}
-    assert store.read(lambda tx: admission.find_account(tx, team["keyed"])) == Account("ann", 4, "math")
-    assert store.read(lambda tx: admission.find_account(tx, SessionId("none"))) is None
+    assert store.read(lambda tx: quotas.count_tokens_today(tx, DAY + 86_400)) == {}
+    assert store.read(lambda tx: quotas.find_account(tx, team["keyed"])) == Account("ann", 4, "math")
+    assert store.read(lambda tx: quotas.find_account(tx, SessionId("none"))) is None
 
 
 def test_models_in_training_are_those_that_have_not_ended(store: Store, team: dict[str, SessionId]) -> None:
@@ -95,11 +94,9 @@ def test_models_in_training_are_those_that_have_not_ended(store: Store, team: di
     of_bob = add_model(store, team["bob"], "0")
     finished = add_model(store, team["plain"], "0")
     store.write(lambda tx: sessions.finish(tx, team["plain"], "success", NOON))
-    found = {
-        subject: store.read(lambda tx, s=subject: admission.list_models_in_training(tx, s)) for subject in (ANN, KEY)
-    }
+    found = {subject: store.read(lambda tx, s=subject: quotas.list_models_in_training(tx, s)) for subject in (ANN, KEY)}
     assert found == {ANN: [(ready, "ann")], KEY: [(ready, "ann")]}
-    of_math = store.read(lambda tx: admission.list_models_in_training(tx, MATH))
+    of_math = store.read(lambda tx: quotas.list_models_in_training(tx, MATH))
     assert set(of_math) == {(ready, "ann"), (of_bob, "bob")} and finished not in dict(of_math)
 
 
@@ -110,7 +107,7 @@ def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId
     add_checkpoint(store, model_id, "deleted", 20, deleted_at=NOON - 1)
     add_checkpoint(store, add_model(store, team["bob"], "0"), "b", 7)
     sizes = [
-        store.read(lambda tx, s=subject: admission.count_checkpoint_bytes(tx, s, NOON)) for subject in (ANN, KEY, MATH)
+        store.read(lambda tx, s=subject: quotas.count_checkpoint_bytes(tx, s, NOON)) for subject in (ANN, KEY, MATH)
     ]
     assert sizes == [120, 120, 127]
 
@@ -152,7 +149,7 @@ def test_an_owner_sees_its_own_quotas_and_those_of_its_keys_and_projects(
         put(store, subject, name, value)
 
     def read_uses(owner: str | None) -> list[tuple[str, str, int, int]]:
-        found = store.read(lambda tx: admission.read_quota_uses(tx, quotas.read_rules(tx), owner, NOON))
+        found = store.read(lambda tx: quotas.read_quota_uses(tx, quotas.read_rules(tx), owner, NOON))
         return [(str(use.quota.subject), use.quota.limit, use.used, use.quota.value) for use in found]
 
     assert read_uses("ann") == [

@@ -3,8 +3,7 @@
 import pytest
 
 from skyrl_tx.apps.teams import quotas
-from skyrl_tx.apps.teams.admission import read_quota_uses
-from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject
+from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject, read_quota_uses
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store import audit, keys
 from skyrl_tx.store.audit import Actor

@@ -1,6 +1,6 @@
 """Hourly checkpoint storage is recorded once per hour for existing checkpoints, and outlives the session."""
 
-from skyrl_tx.apps.teams import storage_hours
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import HOUR_S, RETENTION_S
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.store import checkpoints, models, sessions
@@ -36,11 +36,11 @@ def save(store: Store, name: str, size: int, *, owner: str = "ann") -> Checkpoin
 
 
 def record(store: Store, now: float) -> bool:
-    return store.write(lambda tx: storage_hours.record_hour(tx, now))
+    return store.write(lambda tx: usage.record_storage(tx, now))
 
 
 def read_stored(store: Store, owner: str | None = None, since: float = 0, until: float | None = None):
-    hours = store.read(lambda tx: storage_hours.read_hours(tx, owner, since, until))
+    hours = store.read(lambda tx: usage.read_storage(tx, owner, since, until))
     return [(hour.hour_at, hour.owner, hour.project_id, hour.num_bytes) for hour in hours]
 
 

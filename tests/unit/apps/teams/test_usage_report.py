@@ -6,8 +6,7 @@ import pytest
 
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.prices import Prices, compute_storage_cost, compute_token_cost, get_price_per_million
-from skyrl_tx.apps.teams.tables import StorageHourRow
-from skyrl_tx.apps.teams.usage import Work
+from skyrl_tx.apps.teams.usage import StorageHourRow, Work
 from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, read_usage_lines
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from skyrl_tx.apps.teams.commands import audit as command
+from skyrl_tx.apps.teams import commands
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
@@ -68,7 +68,7 @@ def test_an_unknown_event_is_refused_with_the_names_of_all(data_dir: Path, capsy
 def test_the_newest_entries_of_too_many_are_listed(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_MAX_ENTRIES", 2)
+    monkeypatch.setattr(commands, "_MAX_LISTED", 2)
     assert paths(data_dir, capsys, "--since", "100d") == ["2", "3"]
     assert paths(data_dir, capsys, "--since", "100d", "--actor", "ann") == ["1"]
 
