@@ -13,7 +13,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.apps.history import logged_metrics, points, run_time
+from skyrl_tx.apps.history import hints, logged_metrics, points
 from skyrl_tx.apps.history.client_metrics import ACTIVE_S
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.compose import APPS
@@ -416,7 +416,7 @@ def test_a_session_is_created_if_the_last_run_cannot_be_described(
     def fail(*_: object) -> str:
         raise ValueError("unreadable point")
 
-    monkeypatch.setattr(run_time, "describe_last_run", fail)
+    monkeypatch.setattr(hints, "describe_last_run", fail)
     with live_api(settings.model_copy(update={"data_dir": tmp_path})) as server:
         made = server.post("create_session", tags=[]).json()
     assert "stable_reinforce" in made["info_message"]

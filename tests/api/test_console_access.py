@@ -13,10 +13,9 @@ from sqlmodel import Session
 from skyrl_tx.apps.console.login import CONTENT_SECURITY_POLICY
 from skyrl_tx.apps.console.site import TABLES
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
-from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT
+from skyrl_tx.apps.history.points import LOSS_WEIGHT, Point
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import SHARED_TOKENS
 from skyrl_tx.server.settings import ApiSettings
@@ -79,7 +78,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
         server.store.write(lambda tx, point=point: points.add(tx, point))
 
     samples = [
-        NewSample(
+        KeptSample(
             sequence_id=f"kept-{number}",
             tokens=np.array([1, 2], np.int32),
             logprobs=np.array([-1, -1], np.float32),
@@ -89,7 +88,7 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
         for number, gap in enumerate((0.125, None))
     ]
 
-    group = NewGroup(
+    group = KeptGroup(
         request_id=RequestId("kept"),
         model_id=run,
         step=0,

@@ -97,9 +97,9 @@ def run_id(server: Server) -> ModelId:
             )
             models.create(tx, row)
         tx.flush()
-        run = LoggedRun(owner=OWNER, project="", key="k", name="n")
+        run = LoggedRun(owner=OWNER, project="", key="k", name="n", model_id=name)
         name = model_id(session_id, 0)
-        add_points(tx, open_run(tx, run, time.time(), model_id=name), points, time.time())
+        add_points(tx, open_run(tx, run, time.time()), points, time.time())
         return name
 
     return server.store.write(write)

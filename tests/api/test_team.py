@@ -17,7 +17,7 @@ import tinker
 from sqlalchemy import func
 from sqlmodel import select
 
-from skyrl_tx.apps.history.tables import RunPointRow
+from skyrl_tx.apps.history.points import RunPointRow
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.contract.backend import Pass

@@ -60,7 +60,7 @@ def test_quickstart_logs_its_reward_to_its_run(directory, quickstart):
     link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", quickstart.stdout, re.MULTILINE)
     assert link and quickstart.stdout.index(link[0]) < quickstart.stdout.index("Supervised:"), "the link comes first"
     store = Store.open(directory / "skyrl-tx-quickstart" / "server", role="tool")
-    points = store.read(lambda tx: logged_metrics.read_points_of_model(tx, ModelId(link[1])))
+    points = store.read(lambda tx: logged_metrics.read_points(tx, logged_metrics.list_run_ids(tx, ModelId(link[1]))))
     store.close()
     curves = {name: sorted(point.step for point in points if name in point.values) for name in CURVES}
     assert curves == {

@@ -27,7 +27,7 @@ import numpy as np
 from sqlmodel import Session
 
 from benchmarks.common import quantile
-from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
+from skyrl_tx.apps.history.logged_metrics import LoggedPointRow, LoggedRunRow
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId, model_id
 from skyrl_tx.store import futures, keys, models, sessions

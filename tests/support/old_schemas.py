@@ -6,12 +6,12 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
-from skyrl_tx.apps.history import tables as history_tables
+from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.store import schema
 from skyrl_tx.store.tables import AppTable
 
-assert history_tables and usage  # their import declares the tables of features
+assert kept_samples and logged_metrics and points and usage  # their import declares the tables of features
 ALL_TABLES = [SQLModel.metadata, AppTable.metadata]
 
 

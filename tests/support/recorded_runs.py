@@ -68,8 +68,8 @@ def add_points(tx: Session, model_id: ModelId, owner: str, first_step: int = 0) 
 
 def log_metrics(tx: Session, model_id: ModelId, owner: str, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
     """Add pairs of step and metrics, as a client logs them without a logger."""
-    run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN)
-    row = logged_metrics.open_run(tx, run, time.time(), model_id=model_id)
+    run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN, model_id=model_id)
+    row = logged_metrics.open_run(tx, run, time.time())
     new = [NewLoggedPoint(log_id=str(number), step=step, values=values) for number, (step, values) in enumerate(rows)]
     logged_metrics.add_points(tx, row, new, time.time())
 

@@ -105,8 +105,8 @@ def show_checkpoint(visit: Visit) -> Page:
         is_visible = access.can_see_run(tx, visit.caller, path.model_id)
 
         # Runs and copies made from it, if the visitor may see them
-        loaded = queries.list_runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
-        runs = [model_id for model_id, _ in loaded if access.can_see_run(tx, visit.caller, model_id)]
+        loaded = queries.list_runs_loaded_from(tx, str(path), _MAX_CHILDREN)
+        runs = [model_id for model_id in loaded if access.can_see_run(tx, visit.caller, model_id)]
         copies = [
             str(copy.path)
             for copy in queries.list_copies(tx, str(path), _MAX_CHILDREN, visit.now)

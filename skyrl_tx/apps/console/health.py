@@ -4,17 +4,17 @@ Admins also see settings and warnings.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from platform import python_version
-from typing import Literal, cast
+from typing import Literal
 
 import sqlalchemy
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import engine_state, notices, placement
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.placement import EngineWork
@@ -54,7 +54,7 @@ def show_health(visit: Visit) -> Page:
         {
             "engine": describe_engine(visit, state),
             "state": state,
-            "engines": describe_engines(visit.read(placement.list_engine_work), visit.caller.can_act_for),
+            "engines": [(work, _list_visible_models(visit, work)) for work in visit.read(placement.list_engine_work)],
             # Counts stopped engines too
             "has_several_engines": len(visit.read(engine_state.list_engines)) > 1,
             "capabilities": capabilities,
@@ -70,6 +70,11 @@ def show_health(visit: Visit) -> Page:
             "notices": visit.read(lambda tx: notices.list_newest(tx, _NOTICES)) if is_admin else [],
         },
     )
+
+
+def _list_visible_models(visit: Visit, work: EngineWork) -> list[ModelId]:
+    """Return the models of an engine whose owner the visitor acts for, at most `_MAX_LINKS`."""
+    return [name for name, owner in work.models if visit.caller.can_act_for(owner)][:_MAX_LINKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,37 +112,3 @@ def describe_wait(activity: str) -> str:
     if not activity.endswith(_COMPILING):
         return ""
     return "the engine compiles a program, which takes up to a minute; later requests of this size do not wait"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLine:
-    """An engine in the table of engines."""
-
-    number: int
-    where: str
-    state: str
-    devices: str
-    num_models: int
-    models: Sequence[tuple[str, str]]
-    """Ids and short names of models that the visitor may see, at most `_MAX_LINKS`."""
-    num_waiting: int
-    num_started: int
-    activity: str
-
-
-def describe_engines(engines: Sequence[EngineWork], acts_for: Callable[[str], bool]) -> list[EngineLine]:
-    """Describe engines. Models are counted, but only linked if the visitor acts for their owner."""
-    return [
-        EngineLine(
-            number=work.engine.number,
-            where=f"{work.engine.host or 'this machine'}, process {work.engine.pid}",
-            state=work.engine.status if work.is_running else "stopped",
-            devices=", ".join(map(str, cast(list[object], work.engine.capabilities.get("devices", [])))),
-            num_models=len(work.models),
-            models=[(name, shorten_id(name)) for name, owner in work.models if acts_for(owner)][:_MAX_LINKS],
-            num_waiting=work.num_waiting,
-            num_started=work.num_started,
-            activity=work.engine.activity if work.is_running else "",
-        )
-        for work in engines
-    ]

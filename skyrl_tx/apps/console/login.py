@@ -118,7 +118,7 @@ class ConsoleSessions:
 
         The database is not read, so the key may be revoked or may have expired.
         """
-        key_id = self._read_claims(request.cookies.get(self._get_cookie_name(request), "")).get("key_id")
+        key_id = self._read_claims(request).get("key_id")
         address = "" if request.client is None else request.client.host
         return get_client_network(address) if key_id is None else f"key {key_id}"
 
@@ -130,7 +130,7 @@ class ConsoleSessions:
             return Visitor(keyless, self._signing_key.sign("console-form", "keyless"))
 
         # Look up the key in the cookie
-        claims = self._read_claims(request.cookies.get(self._get_cookie_name(request), ""))
+        claims = self._read_claims(request)
         key_id, session = claims.get("key_id"), claims.get("jti")
         if not isinstance(key_id, int) or not isinstance(session, str):
             return None
@@ -172,8 +172,9 @@ class ConsoleSessions:
     def _get_cookie_name(self, request: Request) -> str:
         return f"__Host-{self._name}" if _is_secure(request) else self._name
 
-    def _read_claims(self, token: str) -> dict[str, object]:
-        """Return the claims of a cookie, empty if the cookie is invalid or has expired."""
+    def _read_claims(self, request: Request) -> dict[str, object]:
+        """Return the claims of the cookie, empty if there is none, or it is invalid or has expired."""
+        token = request.cookies.get(self._get_cookie_name(request), "")
         try:
             return jwt.decode(  # pyright: ignore[reportUnknownMemberType]
                 token, self._secret, algorithms=[_ALGORITHM], audience=_AUDIENCE

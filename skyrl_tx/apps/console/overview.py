@@ -1,12 +1,10 @@
 """The overview page: the current load of the server, its users, and recent failures."""
 
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Generic, TypeVar, cast
+from typing import Any, cast
 
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.health import describe_engine
@@ -18,11 +16,9 @@ from skyrl_tx.apps.history.curves import draw_spark
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, Total
 from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
 
-V = TypeVar("V")
 pages = PageTable()
-_LIFETIME_S = 1.0
-_MAX_KEYS = 256
 _HISTORY_S = 2 * 3600
 _MAX_HISTORY = 1000
 _FAILURES = 8
@@ -49,75 +45,41 @@ _REQUEST_KINDS = {
 }
 
 
-class RecentCache(Generic[V]):
-    """Caches computed values for a short time.
-
-    A key must contain everything that the value depends on, for example the owner who may see it.
-    """
-
-    def __init__(self, lifetime_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lifetime_s = lifetime_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, tuple[float, V]] = OrderedDict()
-
-    def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the cached value of a key, or compute a new one if it is older than the lifetime.
-
-        Errors are not cached.
-        """
-        with self._lock:
-            cached = self._values.get(key)
-        if cached is not None and self._clock() - cached[0] < self._lifetime_s:
-            return cached[1]
-
-        # Compute without the lock, so that a slow computation does not block other keys
-        began, value = self._clock(), compute()
-        with self._lock:
-            self._values[key] = (began, value)
-            self._values.move_to_end(key)
-            while len(self._values) > _MAX_KEYS:
-                self._values.popitem(last=False)
-        return value
-
-
-_OVERVIEWS: RecentCache[Mapping[str, object]] = RecentCache(_LIFETIME_S)
-
-
 @pages.get("/overview", menu="Overview")
 def show_overview(visit: Visit) -> Page:
     """Show the current load of the server, its users, and recent failures."""
-    # The page is computed once per owner and once for all admins, because many people keep it open
-    key = id(visit.context), visit.caller.owner_filter
-    return Page("overview.jinja", _OVERVIEWS.get(key, lambda: _collect(visit)))
+    values = read_overview(visit.context.store, visit.caller.owner_filter, int(visit.now))
+    engine = describe_engine(visit, values["state"])
+    return Page("overview.jinja", {**values, "engine": engine, "model": visit.context.settings.public_model_name})
 
 
-def _collect(visit: Visit) -> Mapping[str, object]:
-    """Collect the values for the page.
+@lru_cache(maxsize=256)
+def read_overview(store: Store, owner: str | None, now: int) -> Mapping[str, Any]:
+    """Return the values for the page.
 
-    The number of open requests and the token rates cover all owners. Everything else covers the
-    visitor's owner, or all owners for an admin.
+    They are read once per second and owner, and once for all admins, because many people keep the
+    page open. The number of open requests and the token rates cover all owners. Everything else
+    covers `owner`, or all owners if it is None.
     """
     # Engines and open requests
-    now, owner = visit.now, visit.caller.owner_filter
-    engines = visit.read(engine_state.list_engines)
+    engines = store.read(engine_state.list_engines)
     state = engine_state.choose_main_engine(engines)
-    groups = visit.read(lambda tx: queries.list_open_groups(tx, None))
+    groups = store.read(lambda tx: queries.list_open_groups(tx, None))
     oldest = min((group.first_position for group in groups), default=None)
-    oldest_at = None if oldest is None else visit.read(lambda tx: queries.get_arrival_time(tx, oldest))
+    oldest_at = None if oldest is None else store.read(lambda tx: queries.get_arrival_time(tx, oldest))
 
     # Usage, gauges and failures
-    buckets = visit.read(lambda tx: queries.read_usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
-    history = visit.read(lambda tx: engine_state.list_gauges(tx, now - _HISTORY_S, _MAX_HISTORY))
-    recent = visit.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
-    today = visit.read(lambda tx: usage.read_totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
-    failed = visit.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))
+    buckets = store.read(lambda tx: usage.read_buckets(tx, now - _HISTORY_S - BUCKET_S))
+    history = store.read(lambda tx: engine_state.list_gauges(tx, now - _HISTORY_S, _MAX_HISTORY))
+    recent = store.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
+    today = store.read(lambda tx: usage.read_totals(tx, owner, now // _DAY_S * _DAY_S, ("owner",)))
+    failed = store.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))
 
-    visible_groups = [group for group in groups if visit.caller.can_act_for(group.owner)]
+    visible_groups = [group for group in groups if owner in (None, group.owner)]
     lines, hidden = make_user_lines(visible_groups, recent, today)
 
     return {
-        "engine": describe_engine(visit, state),
+        "state": state,
         "tiles": [
             *make_rate_tiles(buckets, history, now),
             *make_gauge_tiles(engine_state.sum_meters(engines), history),
@@ -128,7 +90,6 @@ def _collect(visit: Visit) -> Mapping[str, object]:
         "hidden": hidden,
         "failures": [describe_request(line) for line in failed],
         "devices": [] if state is None else state.capabilities.get("devices", []),
-        "model": visit.context.settings.public_model_name,
     }
 
 

@@ -5,17 +5,17 @@ Lists of runs, checkpoints and sessions include the rows of the owner's projects
 which owner a visitor may see.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, ColumnElement, and_, cast, func, literal_column, or_, select, true
+from sqlalchemy import ColumnElement, Executable, and_, func, literal_column, or_, select, true
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
-from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
-from skyrl_tx.apps.teams.usage import UsageRow
+from skyrl_tx.apps.history.timeline import RequestTimes, read_times
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
-from skyrl_tx.store.checkpoints import is_visible
+from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.sessions import is_visible_to
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
@@ -51,44 +51,21 @@ def _match(query: ListQuery, *columns: object) -> ColumnElement[bool]:
     return or_(*(col(column).contains(query.search, autoescape=True) for column in columns))
 
 
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """A training run in a list."""
-
-    model_id: ModelId
-    session_id: SessionId
-    owner: str
-    project_id: str | None
-    display_name: str | None
-    base_model: str
-    spec: bytes
-    status: str
-    created_at: float
-    last_request_at: float
-    num_steps: int
-    loaded_from: str | None
-    finished_at: float | None
-    """When the run's session finished."""
+def _read_page(tx: Session, query: ListQuery, wanted: Any, *order: Any) -> tuple[list[Any], int]:
+    """Return the rows of one page, and the total number of rows. `wanted` selects the rows of all pages."""
+    rows = tx.exec(wanted.order_by(*order).limit(query.limit).offset(query.offset))
+    total = wanted.with_only_columns(func.count(), maintain_column_froms=True)
+    return list(rows), execute(tx, total).scalar_one()
 
 
-_RUN_COLUMNS = (
-    col(ModelRow.model_id),
-    col(ModelRow.session_id),
-    col(SessionRow.owner),
-    col(SessionRow.project_id),
-    col(SessionRow.display_name),
-    col(ModelRow.base_model),
-    col(ModelRow.spec),
-    col(ModelRow.status),
-    col(ModelRow.created_at),
-    col(ModelRow.last_request_at),
-    col(ModelRow.num_steps),
-    col(ModelRow.loaded_from),
-    col(SessionRow.finished_at),
-)
+class RunLine(NamedTuple):
+    """A training run in a list, and its session."""
+
+    row: ModelRow
+    session: SessionRow
 
 
-_RUNS = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+_RUNS = select_rows(ModelRow, SessionRow).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
 _IS_KEPT = col(ModelRow.deleted_at).is_(None)
 
 
@@ -98,32 +75,21 @@ def list_runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
     if query.project is not None:
         is_wanted &= col(SessionRow.project_id) == query.project
     is_wanted &= _match(query, ModelRow.model_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
-    page = _RUNS.where(is_wanted).order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
-    rows = execute(tx, page.limit(query.limit).offset(query.offset))
-    total = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
-    return [RunLine(*row) for row in rows], execute(tx, total).scalar_one()
-
-
-def get_run(tx: Session, model_id: ModelId) -> RunLine | None:
-    """Return a run, or None if it does not exist or is deleted."""
-    row = execute(tx, _RUNS.where(col(ModelRow.model_id) == model_id, _IS_KEPT)).one_or_none()
-    return None if row is None else RunLine(*row)
+    newest_first = col(ModelRow.last_request_at).desc(), col(ModelRow.model_id)
+    rows, total = _read_page(tx, query, _RUNS.where(is_wanted), *newest_first)
+    return [RunLine(*row) for row in rows], total
 
 
 def list_runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
     """Return the runs of a session, oldest first."""
     statement = _RUNS.where(col(ModelRow.session_id) == session_id, _IS_KEPT)
-    return [RunLine(*row) for row in execute(tx, statement.order_by(col(ModelRow.created_at)).limit(limit))]
+    return [RunLine(*row) for row in tx.exec(statement.order_by(col(ModelRow.created_at)).limit(limit))]
 
 
-def list_runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
-    """Return the runs that were loaded from one of these checkpoints, each with the path."""
-    statement = (
-        select(col(ModelRow.model_id), col(ModelRow.loaded_from))
-        .where(col(ModelRow.loaded_from).in_(paths), _IS_KEPT)
-        .order_by(col(ModelRow.created_at))
-    )
-    return [(model_id, path or "") for model_id, path in execute(tx, statement.limit(limit))]
+def list_runs_loaded_from(tx: Session, path: str, limit: int) -> list[ModelId]:
+    """Return the runs that were loaded from a checkpoint, oldest first."""
+    statement = select(col(ModelRow.model_id)).where(col(ModelRow.loaded_from) == path, _IS_KEPT)
+    return list(execute(tx, statement.order_by(col(ModelRow.created_at)).limit(limit)).scalars())
 
 
 def list_copies(tx: Session, path: str, limit: int, now: float) -> list[CheckpointRow]:
@@ -132,29 +98,7 @@ def list_copies(tx: Session, path: str, limit: int, now: float) -> list[Checkpoi
     return list(tx.exec(statement.limit(limit)))
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedStep:
-    """Metrics that the client logged for one step."""
-
-    step: int
-    at: float
-    values: Mapping[str, float | None]
-
-
-def list_logged_steps(tx: Session, model_id: ModelId, limit: int) -> list[LoggedStep]:
-    """Return the metrics that clients logged for the last steps of a run, ordered by step."""
-    statement = (
-        select(col(LoggedPointRow.step), col(LoggedPointRow.at), col(LoggedPointRow.values))
-        .join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
-        .where(col(LoggedRunRow.model_id) == model_id)
-        .order_by(col(LoggedPointRow.step).desc(), col(LoggedPointRow.at).desc())
-        .limit(limit)
-    )
-    return [LoggedStep(*row) for row in execute(tx, statement)][::-1]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenGroup:
+class OpenGroup(NamedTuple):
     """The open requests of one kind for one model or sampler."""
 
     owner: str
@@ -188,19 +132,10 @@ def get_arrival_time(tx: Session, position: int) -> float | None:
     ).scalar_one_or_none()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLine:
+class RequestLine(NamedTuple):
     """A request in a list. `result` is only set for failed requests."""
 
-    request_id: str
-    kind: str
-    owner: str
-    model_id: ModelId | None
-    seq_id: int | None
-    status: str
-    created_at: float
-    started_at: float | None
-    completed_at: float | None
+    times: RequestTimes
     result: bytes | None
 
 
@@ -215,62 +150,22 @@ def list_failed_requests(tx: Session, owner: str | None, limit: int) -> list[Req
     chosen = select(part.c.position).order_by(part.c.position.desc()).limit(limit)
     if owner is not None:
         chosen = chosen.where(part.c.owner == owner)
-    return _read_requests(tx, col(RequestRow.position).in_(chosen), limit)
+    return _read_requests(tx, chosen)
 
 
 def list_requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[RequestLine]:
     """Return the newest requests of a model, open and completed, newest first."""
-    newest = (
-        select(col(RequestRow.position))
-        .where(col(RequestRow.model_id) == model_id)
-        .order_by(col(RequestRow.position).desc())
-        .limit(limit)
-    )
-    return _read_requests(tx, col(RequestRow.position).in_(newest), limit)
+    position = col(RequestRow.position)
+    newest = select(position).where(col(RequestRow.model_id) == model_id).order_by(position.desc())
+    return _read_requests(tx, newest.limit(limit))
 
 
-def _read_requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[RequestLine]:
-    # Rows without results
-    columns = (
-        col(RequestRow.request_id),
-        col(RequestRow.kind),
-        col(RequestRow.owner),
-        col(RequestRow.model_id),
-        col(RequestRow.seq_id),
-        col(RequestRow.status),
-        col(RequestRow.created_at),
-        col(RequestRow.started_at),
-        col(RequestRow.completed_at),
-    )
-    newest_first = select(col(RequestRow.position), *columns).where(is_wanted).order_by(col(RequestRow.position).desc())
-    rows = list(execute(tx, newest_first.limit(limit)))
-
-    # The results of failed requests, which have the error
-    failed = [row[0] for row in rows if row[6] == "failed"]
+def _read_requests(tx: Session, positions: Executable) -> list[RequestLine]:
+    found = read_times(tx, execute(tx, positions).scalars())
+    failed = [times.position for times in found if times.status == "failed"]
     texts = select(col(RequestRow.position), col(RequestRow.result)).where(col(RequestRow.position).in_(failed))
-    results: dict[int, bytes | None] = {position or 0: result for position, result in execute(tx, texts)}
-    return [RequestLine(*row[1:], result=results.get(row[0] or 0)) for row in rows]
-
-
-_USAGE = select(col(UsageRow.bucket_at), col(UsageRow.kind), cast(func.sum(col(UsageRow.tokens)), BigInteger)).group_by(
-    col(UsageRow.bucket_at), col(UsageRow.kind)
-)
-
-
-def read_usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
-    """Return the tokens of all owners since a time, as tuples of bucket, kind and tokens."""
-    statement = _USAGE.where(col(UsageRow.bucket_at) >= since).order_by(col(UsageRow.bucket_at))
-    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, statement)]
-
-
-def read_usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
-    """Return the tokens of a session since a time, as tuples of bucket, kind and tokens.
-
-    At most `limit` rows are returned, from the newest buckets, oldest first.
-    """
-    statement = _USAGE.where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
-    newest = execute(tx, statement.order_by(col(UsageRow.bucket_at).desc()).limit(limit))
-    return [(at, kind, int(total or 0)) for at, kind, total in newest][::-1]
+    results = {row.position: row.result for row in execute(tx, texts)}
+    return [RequestLine(times, results.get(times.position)) for times in reversed(found)]
 
 
 def read_checkpoint_page(
@@ -297,16 +192,13 @@ def read_checkpoint_page(
     joined = and_(col(ModelRow.model_id) == col(CheckpointRow.model_id))
     session = and_(col(SessionRow.session_id) == col(ModelRow.session_id))
     newest = (col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.kind))
-    page = (
-        select_rows(CheckpointRow, SessionRow.owner).join(ModelRow, joined).join(SessionRow, session).where(is_wanted)
-    )
-    rows = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(query.limit).offset(query.offset))
+    wanted = select_rows(CheckpointRow, SessionRow.owner).join(ModelRow, joined).join(SessionRow, session)
+    wanted = wanted.where(is_wanted)
+    rows, number = _read_page(tx, query, wanted, *newest, col(CheckpointRow.name))
 
-    # Totals
-    size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
-    totals = select(func.count(), size).select_from(CheckpointRow).join(ModelRow, joined).join(SessionRow, session)
-    number, num_bytes = execute(tx, totals.where(is_wanted)).one()
-    return [(row, owner) for row, owner in rows], int(number), int(num_bytes)
+    # The size of all
+    size = wanted.with_only_columns(sum_bytes(), maintain_column_froms=True)
+    return [(row, owner) for row, owner in rows], number, execute(tx, size).scalar_one()
 
 
 def list_checkpoints_of_runs(tx: Session, model_ids: Sequence[ModelId], limit: int, now: float) -> list[CheckpointRow]:
@@ -325,8 +217,7 @@ def count_references(tx: Session, artifact_ids: Collection[str], now: float) -> 
     return {str(artifact_id): number for artifact_id, number in execute(tx, statement)}
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLine:
+class SessionLine(NamedTuple):
     """A session in a list."""
 
     row: SessionRow
@@ -341,16 +232,14 @@ def read_session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine],
         is_wanted &= col(SessionRow.project_id) == query.project
     is_wanted &= _match(query, SessionRow.session_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
     newest_first = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
-    page = select_rows(SessionRow).where(is_wanted).order_by(*newest_first).limit(query.limit).offset(query.offset)
-    rows = list(tx.exec(page))
+    rows, total = _read_page(tx, query, select_rows(SessionRow).where(is_wanted), *newest_first)
 
-    # Runs of each session, and the total number
+    # Runs of each session
     counted = select(col(ModelRow.session_id), func.count()).where(
         col(ModelRow.session_id).in_([row.session_id for row in rows]), _IS_KEPT
     )
     counts = execute(tx, counted.group_by(col(ModelRow.session_id)))
     numbers = {str(session_id): number for session_id, number in counts}
-    total = execute(tx, select(func.count()).select_from(SessionRow).where(is_wanted)).scalar_one()
     return [SessionLine(row, numbers.get(row.session_id, 0)) for row in rows], total
 
 
@@ -367,6 +256,4 @@ def read_key_page(tx: Session, query: ListQuery) -> tuple[list[ApiKeyRow], int]:
     """
     is_wanted: ColumnElement[bool] = true() if query.owner is None else col(ApiKeyRow.owner) == query.owner
     order = (col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.key_id).desc())
-    page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(query.limit).offset(query.offset)
-    total = execute(tx, select(func.count()).select_from(ApiKeyRow).where(is_wanted)).scalar_one()
-    return list(tx.exec(page)), total
+    return _read_page(tx, query, select_rows(ApiKeyRow).where(is_wanted), *order)

@@ -13,22 +13,21 @@ from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.rendering import format_duration, shorten_id, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
-from skyrl_tx.apps.history.advice import MIN_ITERATIONS, find_advice
-from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
+from skyrl_tx.apps.history.breakdown import PARTS, Breakdown, read_breakdown
 from skyrl_tx.apps.history.curves import (
     CURVES,
     LOSSES,
-    CurveCache,
     OptimizerStep,
     Value,
     compute_shared_share,
     draw_spark,
     fold_newest_points,
+    get_curves,
     thin_steps,
 )
-from skyrl_tx.apps.history.hints import DeviceUser, Hint, find_device_users, find_hints, find_slow_since
-from skyrl_tx.apps.history.run_time import read_breakdown
-from skyrl_tx.apps.history.tables import LoggedRunRow
+from skyrl_tx.apps.history.hints import MIN_ITERATIONS, find_advice, read_hints
+from skyrl_tx.apps.history.logged_metrics import LoggedRunRow
+from skyrl_tx.apps.history.timeline import RequestTimes
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
@@ -37,7 +36,8 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store import sessions
+from skyrl_tx.store.database import get_existing
+from skyrl_tx.store.tables import ModelRow, SessionRow
 
 pages = PageTable()
 _TABS = ("curves", "time", "samples", "steps", "checkpoints", "requests", "config")
@@ -47,7 +47,6 @@ _STATES = {"unloaded": "ended", "creating": "loading"}
 """How the console names the status of a run, if it does not use the name in the database."""
 _MAX_DIGITS = 18
 """The longest number that a form may have. Every database can store such a number."""
-_CURVE_CACHE = CurveCache()
 _CURVE_NAMES = [curve.name for curve in CURVES]
 
 # Rows of tables
@@ -93,19 +92,22 @@ def list_runs(visit: Visit) -> Page:
 def show_run(visit: Visit) -> Page:
     """Show one tab of a run, by default its curves."""
     line = _find_run(visit)
+    model_id, owner = line.row.model_id, line.session.owner
     tab = visit.get_query("tab", "curves")
     if tab not in _TABS:
         raise bad_request(f"tab: {tab!r} must be one of {', '.join(_TABS)}")
 
     # The heading, which is the same on all tabs
-    steps = read_steps(visit, line.model_id, line.owner)
+    steps = read_steps(visit, model_id, owner)
     (run,) = describe_runs(visit, [line])
-    saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _MAX_CHECKPOINTS, visit.now))
+    saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_CHECKPOINTS, visit.now))
+    may_see, has_reward = visit.caller.can_act_for, run.reward is not None
+    hints = visit.read(lambda tx: read_hints(tx, model_id, owner, steps, visit.now, may_see, has_reward=has_reward))
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
         "tabs": _TABS,
-        "hints": _find_hints(visit, line, steps, has_reward=run.reward is not None),
+        "hints": hints,
         "num_steps": len(steps),
         "shared_share": compute_shared_share(steps),
         "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
@@ -115,7 +117,7 @@ def show_run(visit: Visit) -> Page:
     match tab:
         case "steps":
             newest_first = steps[::-1][visit.offset : visit.offset + _STEP_ROWS]
-            kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, samples.find_owner(visit, line)))
+            kept = visit.read(lambda tx: kept_samples.list_steps(tx, model_id, samples.find_owner(visit, line)))
             values["steps"] = newest_first
             values["pager"] = visit.make_pager(_STEP_ROWS, len(newest_first), len(steps))
             values["curves"] = _list_curves(steps)
@@ -124,20 +126,15 @@ def show_run(visit: Visit) -> Page:
         case "samples":
             values |= samples.read_tab(visit, line)
         case "checkpoints":
-            values["checkpoints"] = [(row, line.owner, True) for row in saved[::-1]]
+            values["checkpoints"] = [(row, owner, True) for row in saved[::-1]]
         case "requests":
-            lines = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _MAX_REQUESTS))
+            lines = visit.read(lambda tx: queries.list_requests_of_model(tx, model_id, _MAX_REQUESTS))
             values["requests"] = [describe_request(request) for request in lines]
 
         case "time":
-            row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
-            values |= describe_time(visit.read(lambda tx: read_breakdown(tx, row, visit.caller.can_act_for)))
-
+            values |= describe_time(visit.read(lambda tx: read_breakdown(tx, line.row, visit.caller.can_act_for)))
         case "config":
-            row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
-            values["is_own"] = visit.caller.can_act_for(line.owner)
-            values["session"] = visit.read(lambda tx: sessions.get(tx, line.session_id))
-            values["metadata"] = row.user_metadata or {}
+            values["is_own"] = visit.caller.can_act_for(owner)
             values["joined"], values["free"] = visit.read(lambda tx: _list_logged(tx, visit, line))
 
         case _:
@@ -151,11 +148,14 @@ def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
     Raises ApiError 404 if the visitor cannot see it.
     """
     run_id = ModelId(visit.path_parameters["run_id"] if model_id is None else model_id)
-    visit.read(lambda tx: access.find_visible_run(tx, visit.caller, run_id))
-    line = visit.read(lambda tx: queries.get_run(tx, run_id))
-    if line is None:
-        raise not_found(f"run {quote_value(run_id)} does not exist")
-    return line
+
+    def work(tx: Session) -> RunLine:
+        row = access.find_visible_run(tx, visit.caller, run_id)
+        if row.deleted_at is not None:
+            raise not_found(f"run {quote_value(run_id)} does not exist")
+        return RunLine(row, get_existing(tx, SessionRow, row.session_id))
+
+    return visit.read(work)
 
 
 def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
@@ -164,18 +164,10 @@ def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedR
     A logged run has the metrics that a client's logger sent, for example trackio. The second list
     is empty if the visitor may not change the run.
     """
-    joined = logged_metrics.list_runs(tx, line.owner, model_id=line.model_id, limit=_MAX_LOGGED_RUNS)
-    if not visit.caller.can_act_for(line.owner):
+    joined = logged_metrics.list_runs(tx, line.session.owner, model_id=line.row.model_id, limit=_MAX_LOGGED_RUNS)
+    if not visit.caller.can_act_for(line.session.owner):
         return joined, []
-    return joined, logged_metrics.list_runs(tx, line.owner, is_free=True, limit=_MAX_LOGGED_RUNS)
-
-
-def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep], *, has_reward: bool) -> Sequence[Hint]:
-    since = find_slow_since(steps)
-    users: Sequence[DeviceUser] = ()
-    if since is not None:
-        users = visit.read(lambda tx: find_device_users(tx, since, line.model_id, line.owner, visit.caller.can_act_for))
-    return find_hints(steps, visit.now, users, has_reward=has_reward)
+    return joined, logged_metrics.list_runs(tx, line.session.owner, is_free=True, limit=_MAX_LOGGED_RUNS)
 
 
 def describe_time(breakdown: Breakdown) -> dict[str, object]:
@@ -203,14 +195,15 @@ def send_curves(visit: Visit) -> Response:
     With the query parameter `since`, only the steps from this number on are sent.
     """
     line = _find_run(visit)
-    return make_json_response(make_curve_columns(visit, line.model_id, line.owner, visit.get_int("since", 0)))
+    since = visit.get_int("since", 0)
+    return make_json_response(make_curve_columns(visit, line.row.model_id, line.session.owner, since))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
 def send_curves_csv(visit: Visit) -> Response:
     """Send the curves of a run as CSV, with one row per step."""
     line = _find_run(visit)
-    return make_csv_response("curves.csv", make_csv_rows(visit, line.model_id, line.owner))
+    return make_csv_response("curves.csv", make_csv_rows(visit, line.row.model_id, line.session.owner))
 
 
 @pages.get("/compare")
@@ -228,7 +221,7 @@ def compare(visit: Visit) -> Page:
 def join_logged(visit: Visit) -> Response:
     """Assign a logged run to this run. If the field `act` is "separate", remove it from this run."""
     # Check the fields of the form
-    run_id, text = _find_run(visit).model_id, visit.get_field("logged_run_id")
+    run_id, text = _find_run(visit).row.model_id, visit.get_field("logged_run_id")
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise bad_request(f"logged_run_id: {text[:50]!r} must be a number")
     act = visit.get_field("act", "join")
@@ -250,10 +243,10 @@ def join_logged(visit: Visit) -> Response:
 class RunView:
     """A run as it appears in lists and headings."""
 
-    line: RunLine
+    row: ModelRow
+    session: SessionRow
     name: str
-    rank: int
-    optimizer: str
+    spec: ModelSpec
     state: str
     step: int
     loss: float | None
@@ -271,39 +264,38 @@ class RunView:
 def describe_runs(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
     """Describe runs, with their newest loss and reward."""
     tokens = visit.read(lambda tx: _count_tokens(tx, lines))
-    names = visit.read(lambda tx: logged_metrics.get_logger_names(tx, [line.model_id for line in lines]))
-    return [_describe_run(visit, line, names, tokens.get(line.model_id)) for line in lines]
+    names = visit.read(lambda tx: logged_metrics.get_logger_names(tx, [line.row.model_id for line in lines]))
+    return [_describe_run(visit, line, names, tokens.get(line.row.model_id)) for line in lines]
 
 
 def _count_tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
     """Return the training tokens of each run."""
-    ids = {line.session_id for line in lines}
+    ids = {line.row.session_id for line in lines}
     totals = usage.read_totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
     return {total.group[0]: total.tokens for total in totals if total.kind == "training"}
 
 
 def _describe_run(visit: Visit, line: RunLine, logger_names: Mapping[str, str | None], tokens: int | None) -> RunView:
-    spec = codec.decode(line.spec)
-    assert isinstance(spec, ModelSpec)
+    row, session, model_id = line.row, line.session, line.row.model_id
 
     # Small curves of the loss, and of the reward if the client logged metrics
-    if line.num_steps <= _MAX_STEPS_OF_WHOLE_CURVE:
-        steps = thin_steps(read_steps(visit, line.model_id, line.owner), LOSSES, _SPARK_BUCKETS)
+    if row.num_steps <= _MAX_STEPS_OF_WHOLE_CURVE:
+        steps = thin_steps(read_steps(visit, model_id, session.owner), LOSSES, _SPARK_BUCKETS)
     else:
-        steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
+        steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, model_id, _SPARK_POINTS)))
     loss_name, losses = list_losses(steps)
-    has_metrics = line.model_id in logger_names
-    metrics = visit.read(lambda tx: queries.list_logged_steps(tx, line.model_id, _SPARK_REWARDS)) if has_metrics else []
+    has_metrics = model_id in logger_names
+    metrics = visit.read(lambda tx: logged_metrics.read_last_steps(tx, model_id, _SPARK_REWARDS)) if has_metrics else []
     reward = logged_metrics.choose_reward(name for point in metrics for name in point.values)
     rewards = [value for point in metrics if reward is not None and (value := point.values.get(reward)) is not None]
 
     return RunView(
-        line=line,
-        name=logger_names.get(line.model_id) or line.display_name or shorten_id(line.model_id),
-        rank=spec.lora.rank,
-        optimizer=spec.optimizer,
-        state=find_state(line.status, line.last_request_at, visit.now, has_finished=line.finished_at is not None),
-        step=max(line.num_steps, max((step.step for step in steps if step.is_applied), default=0)),
+        row=row,
+        session=session,
+        name=logger_names.get(model_id) or session.display_name or shorten_id(model_id),
+        spec=access.decode_spec(row),
+        state=find_state(row.status, row.last_request_at, visit.now, has_finished=session.finished_at is not None),
+        step=max(row.num_steps, max((step.step for step in steps if step.is_applied), default=0)),
         loss=losses[-1] if losses else None,
         is_per_token=loss_name != "loss",
         loss_spark=draw_spark(losses),
@@ -342,7 +334,7 @@ def find_state(status: str, last_request_at: float, now: float, *, has_finished:
 class RequestView:
     """A request as it appears in lists."""
 
-    line: RequestLine
+    line: RequestTimes
     problem: str
     category: str
     queue_s: float | None
@@ -352,8 +344,9 @@ class RequestView:
 def describe_request(line: RequestLine) -> RequestView:
     """Describe a request, including the error if it failed."""
     # The error of a failed request
+    times = line.times
     problem = category = ""
-    if line.status == "failed" and line.result is not None:
+    if times.status == "failed" and line.result is not None:
         try:
             result = codec.decode(line.result)
         except codec.CodecError:
@@ -363,27 +356,22 @@ def describe_request(line: RequestLine) -> RequestView:
                 problem, category = result.message, result.category
 
     # How long it waited and ran
-    started = line.started_at
+    started = times.started_at
     return RequestView(
-        line=line,
+        line=times,
         problem=problem,
         category=category,
-        queue_s=None if started is None else started - line.created_at,
-        run_s=None if started is None or line.completed_at is None else line.completed_at - started,
+        queue_s=None if started is None else started - times.created_at,
+        run_s=None if started is None or times.completed_at is None else times.completed_at - started,
     )
 
 
 def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[OptimizerStep]:
     """Return all optimizer steps of a run with the values of their curves.
 
-    Curves about samples, such as their length, only count samples of `owner`. The caller must have
-    checked that the visitor may see the run.
+    The caller must have checked that the visitor may see the run.
     """
-    return _CURVE_CACHE.read_steps(
-        f"{id(visit.context)} {model_id}",
-        lambda after, limit: visit.read(lambda tx: points.read_points(tx, model_id, after, limit)),
-        lambda after: visit.read(lambda tx: points.read_sampled(tx, model_id, owner, after_step=after)),
-    )
+    return get_curves(visit.context.store, model_id, owner).read_steps()
 
 
 def read_logged_metrics(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
@@ -391,7 +379,7 @@ def read_logged_metrics(visit: Visit, model_id: ModelId, since: int = 0) -> dict
 
     For each name, there are lists of steps, times and values. The reward comes first.
     """
-    logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED_STEPS))
+    logged = visit.read(lambda tx: logged_metrics.read_last_steps(tx, model_id, _MAX_LOGGED_STEPS))
     logged = [point for point in logged if point.step >= since]
     names = list(dict.fromkeys(name for point in logged for name in point.values))
     reward = logged_metrics.choose_reward(names)

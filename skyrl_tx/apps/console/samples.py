@@ -24,7 +24,7 @@ _SHOWN_SAMPLES = 64
 
 def find_owner(visit: Visit, line: RunLine) -> str | None:
     """Return the owner whose samples are shown, or None for all owners."""
-    return None if visit.caller.is_admin else line.owner
+    return None if visit.caller.is_admin else line.session.owner
 
 
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     """
     # The weights after n - 1 optimizer steps make the samples that step n trains on
     owner = find_owner(visit, line)
-    kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
+    kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.row.model_id, owner, _MAX_STEPS))
     steps = [(number + 1, count) for number, count in kept if number is not None]
-    step = visit.get_int("step", choose_step([number for number, _ in steps], line.num_steps))
-    rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
+    step = visit.get_int("step", choose_step([number for number, _ in steps], line.row.num_steps))
+    rows = visit.read(lambda tx: kept_samples.read_step(tx, line.row.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
     number = visit.get_int("group", 0, maximum=_MAX_GROUPS)
@@ -84,19 +84,13 @@ class SampleView:
     """A sampled sequence as the page shows it."""
 
     number: int
+    kept: KeptSample
     text: str
-    is_text: bool
-    """False if `text` has token ids, because there is no tokenizer."""
-    num_tokens: int
     is_cut: bool
-    stop_reason: str
     probability: float | None
     """Geometric mean of the probabilities of the sampled tokens."""
-    advantage: float | None
     bar: float
     """The advantage divided by the largest absolute advantage of the step."""
-    kl: float | None
-    trainer_gap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +98,9 @@ class GroupView:
     """The samples of one prompt as the page shows them."""
 
     number: int
-    request_id: str
     prompt: str
     is_text: bool
+    """False if `prompt` has token ids, because there is no tokenizer."""
     num_prompt_tokens: int
     samples: Sequence[SampleView]
 
@@ -125,12 +119,12 @@ def _describe_group(number: int, group: KeptGroup, largest: float, decode: Decod
     text, is_text = _format_tokens(group.prompt.tolist(), decode)
     ordered = sorted(
         group.samples,
-        key=lambda sample: (-(sample.advantage if sample.advantage is not None else -math.inf), sample.sample_index),
+        key=lambda sample: -math.inf if sample.advantage is None else sample.advantage,
+        reverse=True,
     )
 
     return GroupView(
         number=number,
-        request_id=group.request_id,
         prompt=text,
         is_text=is_text,
         num_prompt_tokens=group.prompt.size,
@@ -143,19 +137,14 @@ def _describe_group(number: int, group: KeptGroup, largest: float, decode: Decod
 
 def _describe_sample(number: int, sample: KeptSample, largest: float, decode: Decode) -> SampleView:
     mean = float(sample.logprobs.mean()) if sample.logprobs.size else math.nan
-    text, is_text = _format_tokens(sample.tokens.tolist(), decode)
+    text, _ = _format_tokens(sample.tokens.tolist(), decode)
     return SampleView(
         number=number,
+        kept=sample,
         text=text,
-        is_text=is_text,
-        num_tokens=sample.tokens.size,
         is_cut=sample.tokens.size > _SHOWN_TOKENS,
-        stop_reason=sample.stop_reason,
         probability=math.exp(min(mean, 0.0)) if math.isfinite(mean) else None,
-        advantage=sample.advantage,
         bar=sample.advantage / largest if sample.advantage is not None and largest else 0.0,
-        kl=sample.kl,
-        trainer_gap=sample.trainer_gap,
     )
 
 

@@ -13,6 +13,7 @@ from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.apps.history.curves import get_displayed_step
 from skyrl_tx.apps.history.routes import make_trace_url
 from skyrl_tx.apps.history.timeline import TimelineGroup, TimelineSpan, keep_newest_spans, read_session_groups
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, FINE_S, HOUR_S
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.identity import access
@@ -32,7 +33,6 @@ _MAX_REQUESTS = 12
 _MAX_SPANS = 2000
 """Limit on the requests on a timeline."""
 _TRAFFIC_S = 30 * 86_400
-_MAX_BUCKETS = 20_000
 _MAX_BARS = 60
 _BAR_S = (BUCKET_S, 600, 1800, HOUR_S, 2 * HOUR_S, 6 * HOUR_S, 24 * HOUR_S)
 _WIDTH, _HEIGHT = 300.0, 64.0
@@ -67,7 +67,7 @@ def show_session(visit: Visit) -> Page:
     # Requests, and tokens over time
     groups = visit.read(lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_REQUESTS, with_logged=False))
     since = int(visit.now) - _TRAFFIC_S
-    buckets = visit.read(lambda tx: queries.read_usage_of_session(tx, session_id, since, _MAX_BUCKETS))
+    buckets = visit.read(lambda tx: usage.read_buckets(tx, since, session_id))
     open_groups = visit.read(lambda tx: queries.list_open_groups(tx, row.owner))
     waiting = [group for group in open_groups if group.session_id == session_id]
 

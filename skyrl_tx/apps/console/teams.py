@@ -13,16 +13,7 @@ from skyrl_tx.apps.console.rendering import Bar, format_count, stack_bars
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.prices import TeamsSettings
-from skyrl_tx.apps.teams.quotas import (
-    LIMITS,
-    WEIGHT,
-    QuotaUse,
-    Rules,
-    Subject,
-    format_amount,
-    parse_amount,
-    read_quota_uses,
-)
+from skyrl_tx.apps.teams.quotas import QuotaUse, Rules, Subject, format_amount
 from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
 from skyrl_tx.apps.teams.usage_report import Subject as UsageSubject
 from skyrl_tx.contract.errors import UserError
@@ -54,7 +45,7 @@ def list_quotas(visit: Visit) -> Page:
 
     def read_quotas(tx: Session) -> tuple[Rules, list[QuotaUse], list[QuotaRow]]:
         rules = quotas.read_rules(tx)
-        uses = read_quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
+        uses = quotas.read_quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
         return rules, uses, quotas.list_rows(tx) if visit.caller.is_admin else []
 
     rules, uses, rows = visit.read(read_quotas)
@@ -69,7 +60,7 @@ def list_quotas(visit: Visit) -> Page:
                 (str(Subject(row.subject_kind, row.subject)), row.name, format_amount(row.value), row.over)
                 for row in rows
             ],
-            "names": (*LIMITS, WEIGHT),
+            "names": (*quotas.LIMITS, quotas.WEIGHT),
         },
     )
 
@@ -80,7 +71,7 @@ def set_quota(visit: Visit) -> Response:
     over = visit.get_field("over") or "wait"
     if over not in get_args(OverQuota):
         raise UserError(f"over {over[:40]!r}: must be one of {', '.join(get_args(OverQuota))}")
-    _put_quota(visit, parse_amount(visit.get_field("value")), cast(OverQuota, over))
+    _put_quota(visit, quotas.parse_amount(visit.get_field("value")), cast(OverQuota, over))
     return see_other("/quotas")
 
 

@@ -110,7 +110,12 @@ class Visit:
 
         Raises ApiError 400 if it is no integer from `minimum` to `maximum`.
         """
-        return _parse_int(name, self.get_query(name), default, minimum, maximum)
+        text = self.get_query(name)
+        if not text:
+            return default
+        if not (text.isascii() and text.isdigit() and len(text) < 18) or not minimum <= int(text) <= maximum:
+            raise bad_request(f"{name}: {text[:50]!r} must be a whole number from {minimum} to {maximum}")
+        return int(text)
 
     def get_field(self, name: str, default: str = "") -> str:
         """Return the last value of a field of the form, without white space around it."""
@@ -155,14 +160,6 @@ class Visit:
             previous_url=self.make_url(offset=max(offset - limit, 0) or None) if offset else None,
             next_url=self.make_url(offset=offset + limit) if offset + shown < total else None,
         )
-
-
-def _parse_int(name: str, text: str, default: int, minimum: int, maximum: int) -> int:
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 18) or not minimum <= int(text) <= maximum:
-        raise bad_request(f"{name}: {text[:50]!r} must be a whole number from {minimum} to {maximum}")
-    return int(text)
 
 
 Handler = Callable[[Visit], Page | Response]

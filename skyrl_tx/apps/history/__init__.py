@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.history import client_metrics, logged_metrics, routes, run_time, trackio
+    from skyrl_tx.apps.history import client_metrics, hints, logged_metrics, routes, trackio
     from skyrl_tx.server.context import ServerExtension
 
     return ServerExtension(
@@ -20,7 +20,7 @@ def _extend_server() -> ServerExtension:
         count_stored_bytes=logged_metrics.count_stored_bytes,
         on_telemetry=client_metrics.keep_telemetry,
         describe_session=lambda call, _, session_id: call.store.read(
-            lambda tx: run_time.describe_last_run(tx, call.caller.owner, session_id)
+            lambda tx: hints.describe_last_run(tx, call.caller.owner, session_id)
         ),
     )
 

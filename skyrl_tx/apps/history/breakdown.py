@@ -4,17 +4,36 @@ An iteration of a run lasts from the end of one optimizer step to the end of the
 moment one part is chosen by the requests of the run that are open. For example, while a sample
 request runs and no training request does, the part is `sampling`. While no request is open, the
 part is `client`. So the parts of an iteration add up to its wall time.
+
+The times are read from rows that the server stores anyway. Training requests are read from the
+points of the run, which are kept with it. Sample requests are kept for about an hour, so older
+iterations of a run that samples are left out.
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from skyrl_tx.apps.history.hints import DeviceUser
-from skyrl_tx.apps.history.timeline import TimelineSpan
+from sqlalchemy import select
+from sqlmodel import Session, col
+
+from skyrl_tx.apps.history import kept_samples, points
+from skyrl_tx.apps.history.timeline import (
+    TimelineSpan,
+    make_model_group,
+    make_request_span,
+    read_requests_of_session,
+)
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import Total
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.store import engine_state, models
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
 Part = Literal["training", "sampling", "weights", "queued", "compilation", "client"]
 PARTS: Mapping[Part, str] = {
@@ -43,6 +62,26 @@ _TAIL = 8
 """Sampling is in its tail while at most one of this many requests of the iteration is still running."""
 _PAUSE = 10.0
 """An iteration that took this many times the median is a pause of the client, and is left out."""
+_MAX_ITERATIONS = 50
+_MAX_POINTS = 2000
+_MAX_REQUESTS = 4000
+_MAX_GAUGES = 3000
+_SAMPLING = ("sampled", "prefill", "prefill_cached")
+"""Kinds of usage of sample requests."""
+_OTHERS = "other owners"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUser:
+    """Another user of the device beside a given run, and its device time.
+
+    This is another owner with all their runs, another run of the same owner, or the same owner's samples of the base
+    model.
+    """
+
+    name: str
+    """A name that the reader of the hint is allowed to see."""
+    device_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,3 +285,118 @@ def drop_pauses(iterations: Sequence[Iteration]) -> list[Iteration]:
     """Leave out iterations that took so much longer than usual that the client must have paused."""
     usual_s = median(iteration.wall_s for iteration in iterations) if iterations else 0.0
     return [iteration for iteration in iterations if iteration.wall_s <= _PAUSE * usual_s]
+
+
+def read_breakdown(tx: Session, run: ModelRow, may_see: Callable[[str], bool]) -> Breakdown:
+    """Read the newest iterations of a run.
+
+    `may_see` tells whether the reader may see the name of an owner.
+    """
+    # Requests
+    model_id, session_id, owner = run.model_id, run.session_id, models.get_owner(tx, run.model_id) or ""
+    newest = points.read_newest(tx, model_id, _MAX_POINTS)
+    ends = [point.at for point in newest if point.kind == "step"]
+    if not ends:
+        return Breakdown(iterations=[])
+    now = newest[-1].at
+    rows = read_requests_of_session(tx, session_id, _MAX_REQUESTS)
+    training = make_model_group("", model_id, [row for row in rows if row.model_id == model_id], newest, (), now).spans
+    foreign = _list_samplers_of_other_runs(tx, session_id, model_id)
+    sampling = [
+        make_request_span(row, now) for row in rows if row.kind == "sample" and row.sampling_session_id not in foreign
+    ]
+
+    # All requests since this time are known
+    sampled = points.read_sampled(tx, model_id, owner, limit=2)
+    since = min(span.created_at for span in training) if len(newest) < _MAX_POINTS else ends[0]
+    if len(ends) > _MAX_ITERATIONS:
+        since = max(since, ends[-_MAX_ITERATIONS - 1])
+    if sampling:
+        since = max(since, min(span.created_at for span in sampling))
+    elif sampled or any(total.kind in _SAMPLING for total in usage.read_totals(tx, None, 0, session_ids={session_id})):
+        return Breakdown(iterations=[])
+
+    # The server in this time
+    gauges = [(at, values) for at, values in engine_state.list_gauges(tx, since, _MAX_GAUGES) if at <= ends[-1]]
+    compiling = [
+        Compiling(at - engine_state.PERIOD_S, at, engine_state.PERIOD_S * values["compile_share"])
+        for at, values in gauges
+        if values.get("compile_share")
+    ]
+    users = find_device_users(tx, since, model_id, owner, may_see, until=ends[-1])
+    others_share = sum(user.device_s for user in users) / max(ends[-1] - since, 1.0)
+    iterations = split_iterations([*training, *sampling], compiling, min(others_share, 1.0), since)
+
+    return Breakdown(
+        iterations=drop_pauses(iterations),
+        decode_fill=_compute_decode_fill([values for _, values in gauges]),
+        batch_fill=_compute_batch_fill([values for _, values in gauges]),
+        has_single_samples=any(kept_samples.has_repeated_prompts(tx, model_id, row.step, owner) for row in sampled),
+        other_users=users,
+    )
+
+
+def _list_samplers_of_other_runs(tx: Session, session_id: SessionId, model_id: ModelId) -> set[str]:
+    """Return the samplers of a session with weights of another run of this session.
+
+    Other samplers, for example of base weights, may be the teacher or the reference of the run.
+    """
+    others = {row.model_id for row in models.list_by_session(tx, session_id)} - {model_id}
+    paths = tuple(f"tinker://{other}/" for other in others)
+    columns = col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)
+    statement = select(*columns, col(SamplingSessionRow.model_path))
+    rows = execute(tx, statement.where(col(SamplingSessionRow.session_id) == session_id)) if others else ()
+    return {name for name, model, path in rows if model in others or (path or "").startswith(paths)}
+
+
+def _compute_decode_fill(gauges: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the mean share of the decode rows that were in use while any of them was, or None."""
+    fills = [
+        values["decode_slots_used"] / values["decode_slots"] for values in gauges if values.get("decode_slots_used")
+    ]
+    return math.fsum(fills) / len(fills) if fills else None
+
+
+def _compute_batch_fill(gauges: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the share of the positions of micro-batches that held a token, or None."""
+    rows = [values for values in gauges if "padding_tokens_per_s" in values]
+    tokens = math.fsum(values.get("training_tokens_per_s", 0.0) for values in rows)
+    padding = math.fsum(values["padding_tokens_per_s"] for values in rows)
+    return tokens / (tokens + padding) if tokens else None
+
+
+def find_device_users(
+    tx: Session,
+    since: float,
+    model_id: ModelId,
+    owner: str,
+    may_see: Callable[[str], bool],
+    until: float | None = None,
+) -> Sequence[DeviceUser]:
+    """Return the users of the device since a time, except for the given run, heaviest user first.
+
+    `may_see` tells whether the reader may see the name of an owner.
+    """
+    totals = usage.read_totals(tx, None, since, ("owner", "model_id"), until=until)
+    return sum_device_users(totals, model_id, owner, may_see)
+
+
+def sum_device_users(
+    totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]
+) -> list[DeviceUser]:
+    """Add up device seconds by user (see `DeviceUser`), without the given run.
+
+    All owners whose names the reader may not see count as one user, "other owners".
+    """
+    seconds: dict[str, float] = {}
+    for total in totals:
+        user, model = total.group
+        if user == owner and model == model_id:
+            continue
+        if user != owner:
+            name = str(user) if may_see(user) else _OTHERS
+        else:
+            name = f"{owner}'s run {model}" if model else f"{owner}'s samples of base weights"
+        seconds[name] = seconds.get(name, 0.0) + total.device_s
+    users = [DeviceUser(name, device_s) for name, device_s in seconds.items() if device_s > 0]
+    return sorted(users, key=lambda user: (-user.device_s, user.name))

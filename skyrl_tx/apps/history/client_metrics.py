@@ -8,14 +8,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import cast
 
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import ApiCall
@@ -27,13 +25,20 @@ from skyrl_tx.store import models, sessions
 from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
+Values = dict[str, float | None]
+MAX_METRICS = 256
+"""Limit on the metrics in one point."""
+MAX_NAME_LENGTH = 200
+"""Limit on the characters in the name of a metric, run or project."""
+MAX_STEP = 2**53
+"""Limit on steps. Larger integers are rounded by JSON readers that use floats."""
 ACTIVE_S = 600.0
 """A model counts as active for this time after its last request.
 
 New metrics can be matched to active models only.
 """
-_POINTS_PER_TRANSACTION = 500
-"""Keeps write transactions short, so that other writes do not wait long."""
+_MAX_POINTS = 500
+"""Limit on the points in a transaction. Keeps write transactions short, so that other writes do not wait long."""
 _MAX_CONFIG_NAMES = 256
 _MAX_CONFIG_CHARS = 2**15
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
@@ -44,49 +49,33 @@ _NOT_METRICS = frozenset({"step", "model_id"})
 _MODEL_NAMES = "model_id", "training_run_id"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMetrics:
-    """Points of one logged run, and the model that the run belongs to.
-
-    Either the client has named the model (`model_id`), or the server looks for a fitting model among
-    the owner's active models (`seeks_model`).
-    """
-
-    run: LoggedRun
-    points: Sequence[NewLoggedPoint]
-    config: Mapping[str, object] | None = None
-    model_id: ModelId | None = None
-    seeks_model: bool = False
+def make_client_run(owner: str, model_id: ModelId) -> LoggedRun:
+    """Return the logged run for metrics of a model that the client named."""
+    return LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN, model_id=model_id)
 
 
-def make_metrics_of_model(owner: str, model_id: ModelId, points: Sequence[NewLoggedPoint] = ()) -> RunMetrics:
-    """Return metrics for a model that the client named."""
-    run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN)
-    return RunMetrics(run=run, points=points, model_id=model_id)
-
-
-def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
+def store_metrics(
+    store: Store,
+    run: LoggedRun,
+    points: Sequence[NewLoggedPoint],
+    now: float,
+    config: Mapping[str, object] | None = None,
+) -> int:
     """Store the points of a logged run and return how many are new.
 
     Raises UserError if the owner has too many logged runs.
     """
 
     def work(tx: Session, points: Sequence[NewLoggedPoint]) -> int:
-        row = logged_metrics.open_run(
-            tx,
-            metrics.run,
-            now,
-            config=metrics.config,
-            model_id=metrics.model_id,
-            seeks_model=metrics.seeks_model,
-        )
+        row = logged_metrics.open_run(tx, run, now, config)
         if row.seeks_model:
-            candidates = find_candidate_models(tx, metrics.run, row.config, now)
+            candidates = find_candidate_models(tx, run, row.config, now)
             if candidates:
                 logged_metrics.set_model(tx, row, candidates[0].model_id if len(candidates) == 1 else None)
         return logged_metrics.add_points(tx, row, points, now)
 
-    return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _split_points(metrics.points))
+    parts = (points[start : start + _MAX_POINTS] for start in range(0, len(points), _MAX_POINTS))
+    return sum(store.write(lambda tx, part=part: work(tx, part)) for part in parts)
 
 
 def find_candidate_models(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
@@ -187,11 +176,6 @@ def _clean_number(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _split_points(points: Sequence[NewLoggedPoint]) -> Iterator[Sequence[NewLoggedPoint]]:
-    for start in range(0, len(points), _POINTS_PER_TRANSACTION):
-        yield points[start : start + _POINTS_PER_TRANSACTION]
-
-
 def keep_telemetry(call: ApiCall) -> None:
     """Store the `metrics` events in a telemetry request of a session of the caller.
 
@@ -209,8 +193,8 @@ def keep_telemetry(call: ApiCall) -> None:
         for model_name, point in _read_metrics(body):
             points[model_name].append(point)
         for model_name, model_points in points.items():
-            metrics = call.store.read(lambda tx, name=model_name: _find_destination(tx, call, session_id, name))
-            store_metrics(call.store, replace(metrics, points=model_points), time.time())
+            run = call.store.read(lambda tx, name=model_name: _find_destination(tx, call, session_id, name))
+            store_metrics(call.store, run, model_points, time.time())
     except (ApiError, UserError):
         return
 
@@ -227,7 +211,7 @@ def _read_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, NewL
             yield clean_name(data.get("model_id")), NewLoggedPoint(log_id=log_id, step=step, values=values)
 
 
-def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_name: str | None) -> RunMetrics:
+def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_name: str | None) -> LoggedRun:
     """Find where to store metrics of a session.
 
     The metrics belong to the model that the event names, or else to the only model of the session.
@@ -239,13 +223,12 @@ def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_n
     # The model that the event names, or the only model of the session
     if model_name is not None:
         model_id = access.find_model(tx, call.caller, ModelId(model_name)).model_id
-        return make_metrics_of_model(models.get_owner(tx, model_id) or session.owner, model_id)
+        return make_client_run(models.get_owner(tx, model_id) or session.owner, model_id)
     trained = models.list_by_session(tx, session_id)
     if len(trained) == 1:
-        return make_metrics_of_model(session.owner, trained[0].model_id)
+        return make_client_run(session.owner, trained[0].model_id)
 
     # A logged run for the session
     row = sessions.get(tx, session_id)
     name, project = (None, None) if row is None else (row.display_name, row.project_id)
-    run = LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])
-    return RunMetrics(run=run, points=[])
+    return LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])

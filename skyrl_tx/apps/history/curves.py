@@ -7,18 +7,23 @@ The points of one step are combined in the same way as the SDK combines the chun
 import math
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from skyrl_tx.apps.history.points import Point, SampleTotals
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
+from sqlmodel import Session
+
+from skyrl_tx.apps.history import points
+from skyrl_tx.apps.history.points import LOSS_WEIGHT, Point, PointKind, SampleTotals
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import SHARED_TOKENS
+from skyrl_tx.store.database import Store
 
 Value = float | None
 """A number. None stands for NaN or infinity."""
 
 _MAX_RUNS = 64
+"""The steps of this many recently viewed runs stay in memory."""
 _PAGE_SIZE = 5000
 _BUCKETS = 250
 _SAMPLED_AGAIN = 32
@@ -340,101 +345,79 @@ def add_samples(step: OptimizerStep, sampled: SampleTotals) -> OptimizerStep:
     return replace(step, values={**step.values, **curves})
 
 
-class CurveCache:
-    """Caches the steps of recently viewed runs.
+class RunCurves:
+    """The steps of one run, in memory.
 
-    A refresh only reads the newest points from the database.
+    Reading them again only reads the newest two steps from the database, because chunks of a pass can
+    complete out of order. The sums over samples from the last `_SAMPLED_AGAIN` steps are also read
+    again, because asynchronous training still samples from older weights.
     """
 
-    def __init__(self, max_runs: int = _MAX_RUNS) -> None:
-        self._max_runs = max_runs
-        self._lock = threading.Lock()
-        self._runs: OrderedDict[str, _CachedRun] = OrderedDict()
-
-    def read_steps(
-        self,
-        model_id: str,
-        read: Callable[[int, int], Sequence[Point]],
-        read_sampled: Callable[[int], Sequence[SampleTotals]] = lambda _: (),
-    ) -> Sequence[OptimizerStep]:
-        """Return all steps of a run.
-
-        `read(after, limit)` returns the points of the run after a position, in order.
-        `read_sampled(after)` returns the sums over samples from weights after a step.
-        """
-        with self._lock:
-            run = self._runs.pop(model_id, None) or _CachedRun()
-            self._runs[model_id] = run
-            while len(self._runs) > self._max_runs:
-                self._runs.popitem(last=False)
-        return run.refresh(read, read_sampled)
-
-
-class _CachedRun:
-    """The steps of one run.
-
-    A refresh reads the newest two steps again, because chunks of a pass can complete out of order.
-    It also reads the sums over samples from the last `_SAMPLED_AGAIN` steps again, because
-    asynchronous training still samples from older weights.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, store: Store, model_id: ModelId, owner: str) -> None:
+        self._store, self._model_id, self._owner = store, model_id, owner
         self._lock = threading.Lock()
         self._steps: dict[int, OptimizerStep] = {}
         self._sampled: dict[int, SampleTotals] = {}
         self._merged: list[OptimizerStep] = []
         self._after = -1
-        """The next refresh reads the points after this position."""
+        """The next call of `read_steps` reads the points after this position."""
 
-    def refresh(
-        self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampleTotals]]
-    ) -> Sequence[OptimizerStep]:
+    def read_steps(self) -> Sequence[OptimizerStep]:
+        """Return all steps of the run."""
         with self._lock:
-            # Read new points, and the newest two steps again
-            points: list[Point] = []
-            after = self._after
-            while page := read(after, _PAGE_SIZE):
-                points.extend(page)
-                if len(page) < _PAGE_SIZE:
-                    break
-                after = page[-1].position
-
-            # Combine them into steps
-            first = min((get_displayed_step(point.kind, point.step) for point in points), default=0)
-            earlier = bisect_left(self._merged, first, key=lambda step: step.step)
-            folded = fold_points(points, self._merged[earlier - 1] if earlier else None)
-            for step in folded:
-                self._steps[step.step] = step
-            if points:
-                newest = max(get_displayed_step(point.kind, point.step) for point in points)
-                reread = [
-                    point.position for point in points if get_displayed_step(point.kind, point.step) >= newest - 1
-                ]
-                self._after = min(reread) - 1
+            # Combine new points, and the newest two steps again, into steps
+            found = self._read_new_points()
+            numbers = [get_displayed_step(point.kind, point.step) for point in found]
+            earlier = bisect_left(self._merged, min(numbers, default=0), key=lambda step: step.step)
+            folded = fold_points(found, self._merged[earlier - 1] if earlier else None)
+            self._steps |= {step.step: step for step in folded}
+            if found:
+                newest = max(numbers)
+                reread = (point for point, number in zip(found, numbers, strict=True) if number >= newest - 1)
+                self._after = min(point.position for point in reread) - 1
 
             # Read the sums over samples
             after_step = max(self._sampled, default=-1) - _SAMPLED_AGAIN
-            grown = {
-                sampled.step: sampled
-                for sampled in read_sampled(after_step)
-                if self._sampled.get(sampled.step) != sampled
-            }
+            sampled = self._store.read(
+                lambda tx: points.read_sampled(tx, self._model_id, self._owner, after_step=after_step)
+            )
+            grown = {sums.step: sums for sums in sampled if self._sampled.get(sums.step) != sums}
             self._sampled |= grown
 
             # Merge the steps that changed
             changed = [step.step for step in folded] + [step + 1 for step in grown]
-            self._merge(min(changed, default=None))
+            if changed:
+                self._merge(min(changed))
             return list(self._merged)
 
-    def _merge(self, first: int | None) -> None:
+    def _read_new_points(self) -> list[Point]:
+        found: list[Point] = []
+        after = self._after
+
+        def read_page(tx: Session) -> list[Point]:
+            return points.read_points(tx, self._model_id, after, _PAGE_SIZE)
+
+        while page := self._store.read(read_page):
+            found += page
+            after = page[-1].position
+        return found
+
+    def _merge(self, first: int) -> None:
         """Combine the steps from number `first` on with the sums over their samples.
 
         Samples from the weights after step n belong to step n + 1.
         """
-        if first is None:
-            return
         kept = bisect_left(self._merged, first, key=lambda step: step.step)
         del self._merged[kept:]
         for number in sorted(number for number in self._steps if number >= first):
             step, sampled = self._steps[number], self._sampled.get(number - 1)
             self._merged.append(step if sampled is None else add_samples(step, sampled))
+
+
+@lru_cache(maxsize=_MAX_RUNS)
+def get_curves(store: Store, model_id: ModelId, owner: str) -> RunCurves:
+    """Return the curves of a run. The curves of recently viewed runs stay in memory.
+
+    Curves about samples, such as their length, only count samples of `owner`.
+    """
+    return RunCurves(store, model_id, owner)

@@ -10,17 +10,18 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
-from sqlalchemy import BigInteger, bindparam, delete, func, insert, select, update
-from sqlmodel import Session, col
+from sqlalchemy import BigInteger, Index, String, bindparam, delete, func, insert, select, update
+from sqlmodel import Field, Session, col
 
-from skyrl_tx.apps.history.tables import KeptSampleRow
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store.database import Store, execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.sampling_sessions import Origin
+from skyrl_tx.store.tables import AppTable
 
 MAX_ROWS = 1000
 _MAX_STEPS = 256
@@ -33,23 +34,68 @@ _PERIOD_S = 3600
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
+class KeptSampleRow(AppTable, table=True):
+    """One sampled sequence that people can read in the console. Arrays are little-endian."""
+
+    __tablename__ = "kept_samples"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_kept_samples_model", "model_id", "step"), Index("ix_kept_samples_at", "at"))
+
+    sequence_id: str = Field(primary_key=True)
+    request_id: RequestId = Field(index=True, sa_type=String)
+    """The request that sampled the sequence. All samples of a request are one group."""
+    sample_index: int
+    """Index of the sample in its group."""
+    model_id: str
+    """The model whose weights were sampled, or empty for base weights."""
+    step: int | None = Field(default=None, sa_type=BigInteger)
+    """Number of optimizer steps in the sampled weights, if known."""
+    owner: str
+    """The owner of the request. Only the owner and admins can read the sample."""
+    at: float
+    num_bytes: int
+    """Size of the arrays.
+
+    This column is before the arrays, so that SQLite can read it without reading the arrays.
+    """
+    stop_reason: str
+    trained_model_id: str | None = None
+    """The model of the last pass that trained on the sequence, if any."""
+    trained_step: int | None = Field(default=None, sa_type=BigInteger)
+    """Number of optimizer steps of this model before that pass."""
+    advantage: float | None = None
+    """Mean advantage of the sampled tokens, in the last pass that trained on the sequence."""
+    kl: float | None = None
+    """Mean of the log-probability from sampling minus the log-probability from that pass."""
+    trainer_gap: float | None = None
+    """Mean absolute difference to the trainer's log-probabilities at the same weights, if known."""
+    prompt: bytes
+    """int32 [prompt length] in the first sample of a group, empty in all following samples."""
+    tokens: bytes
+    """int32 [completion length]."""
+    logprobs: bytes
+    """float32 [completion length]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewSample:
-    """One sequence of a new group: tokens int32 [T], logprobs float32 [T]."""
+class KeptSample:
+    """One sampled sequence: tokens int32 [T], logprobs float32 [T].
+
+    The other fields are explained in `KeptSampleRow`. A new sample has no results of training.
+    """
 
     sequence_id: str
     tokens: Int32Array
     logprobs: Float32Array
     stop_reason: str
     trainer_gap: float | None = None
-    """Mean difference to the trainer's log-probabilities, in nats.
-
-    None if they were not compared.
-    """
+    trained_model_id: ModelId | None = None
+    trained_step: int | None = None
+    advantage: float | None = None
+    kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewGroup:
+class KeptGroup:
     """The samples of one request, in index order. `prompt` is int32 [P].
 
     The other fields are explained in `KeptSampleRow`.
@@ -60,7 +106,7 @@ class NewGroup:
     step: int | None
     owner: str
     prompt: Int32Array
-    samples: Sequence[NewSample]
+    samples: Sequence[KeptSample]
 
     @property
     def num_bytes(self) -> int:
@@ -80,50 +126,21 @@ class TrainedSequence:
     kl: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSample:
-    """One kept sequence: tokens int32 [T], logprobs float32 [T]."""
-
-    sequence_id: str
-    sample_index: int
-    tokens: Int32Array
-    logprobs: Float32Array
-    stop_reason: str
-    trained_model_id: ModelId | None
-    trained_step: int | None
-    advantage: float | None
-    kl: float | None
-    trainer_gap: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGroup:
-    """The kept samples of one request, in index order. `prompt` is int32 [P]."""
-
-    request_id: RequestId
-    model_id: str
-    step: int | None
-    owner: str
-    at: float
-    prompt: Int32Array
-    samples: tuple[KeptSample, ...]
-
-
+_GROUP_NAMES = ("request_id", "model_id", "step", "owner")
+_SAMPLE_NAMES = ("sequence_id", "stop_reason", "trainer_gap", "trained_model_id", "trained_step", "advantage", "kl")
+"""The fields of groups and samples that are stored as they are. Arrays are stored as bytes."""
+_COLUMNS = tuple(
+    getattr(KeptSampleRow, name) for name in (*_GROUP_NAMES, *_SAMPLE_NAMES, "prompt", "tokens", "logprobs")
+)
 _INSERT = insert(KeptSampleRow)
 _DELETE = delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.sequence_id)))
 _DELETE_GROUPS = delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.request_id)))
 
 
-def add(tx: Session, group: NewGroup, now: float) -> None:
+def add(tx: Session, group: KeptGroup, now: float) -> None:
     """Insert the samples of a group. Samples with the same sequence ids are replaced."""
     # Encode the arrays. The prompt is stored with the first sample only.
-    common = {
-        "request_id": group.request_id,
-        "model_id": group.model_id,
-        "step": group.step,
-        "owner": group.owner,
-        "at": now,
-    }
+    common = {name: getattr(group, name) for name in _GROUP_NAMES}
     rows: list[dict[str, object]] = []
     for index, sample in enumerate(group.samples):
         arrays = {
@@ -131,18 +148,9 @@ def add(tx: Session, group: NewGroup, now: float) -> None:
             "tokens": np.ascontiguousarray(sample.tokens, _TOKENS).tobytes(),
             "logprobs": np.ascontiguousarray(sample.logprobs, _LOGPROBS).tobytes(),
         }
-
-        rows.append(
-            {
-                **common,
-                **arrays,
-                "sequence_id": sample.sequence_id,
-                "sample_index": index,
-                "num_bytes": sum(map(len, arrays.values())),
-                "stop_reason": sample.stop_reason,
-                "trainer_gap": sample.trainer_gap,
-            }
-        )
+        values = {name: getattr(sample, name) for name in _SAMPLE_NAMES}
+        size = sum(map(len, arrays.values()))
+        rows.append({**common, **values, **arrays, "sample_index": index, "at": now, "num_bytes": size})
 
     # Clients may use sequence ids again
     execute_in_batches(tx, _DELETE, [sample.sequence_id for sample in group.samples])
@@ -228,75 +236,33 @@ def has_repeated_prompts(tx: Session, model_id: ModelId, step: int, owner: str) 
     return len({prompt for _, prompt in rows}) < len(rows) and all(index == 0 for index, _ in rows)
 
 
-def read_step(
-    tx: Session,
-    model_id: str,
-    step: int | None,
-    limit: int,
-    *,
-    owner: str | None,
-    after: RequestId | None = None,
-) -> list[KeptGroup]:
-    """Return a page of at most `limit` groups of one step of a model, ordered by request id.
+def read_step(tx: Session, model_id: str, step: int | None, limit: int, *, owner: str | None) -> list[KeptGroup]:
+    """Return at most `limit` groups of one step of a model, ordered by request id.
 
-    `after` is the request id of the last group on the previous page. `owner` limits the result to
-    one owner's groups, and None means all owners. A step of None means base weights or an unknown
-    step.
+    `owner` limits the result to one owner's groups, and None means all owners. A step of None means
+    base weights or an unknown step.
     """
-    query = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP).order_by(col(KeptSampleRow.request_id))
+    request_id = col(KeptSampleRow.request_id)
+    chosen = select(request_id).distinct().where(_HAS_STEP).order_by(request_id).limit(limit)
     if owner is not None:
-        query = query.where(col(KeptSampleRow.owner) == owner)
-    if after is not None:
-        query = query.where(col(KeptSampleRow.request_id) > after)
-    parameters = {"model_id": model_id, "step": step, "since": 0.0}
-    return read_groups(tx, list(execute(tx, query.limit(limit), parameters).scalars()), owner=owner)
+        chosen = chosen.where(col(KeptSampleRow.owner) == owner)
+    query = select(*_COLUMNS).where(request_id.in_(chosen)).order_by(request_id, col(KeptSampleRow.sample_index))
+    rows = execute(tx, query, {"model_id": model_id, "step": step, "since": 0.0})
+    return [_decode_group([*group]) for _, group in groupby(rows, key=lambda row: row.request_id)]
 
 
-_GROUP_ROWS = (
-    select(*(getattr(KeptSampleRow, name) for name in KeptSampleRow.model_fields))
-    .where(is_in_batch(col(KeptSampleRow.request_id)))
-    .order_by(col(KeptSampleRow.request_id), col(KeptSampleRow.sample_index))
-)
-
-
-def read_groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | None) -> list[KeptGroup]:
-    """Return the kept groups among these requests, ordered by request id.
-
-    `owner` None means any owner.
-    """
-    # Collect the rows of each group
-    rows: dict[RequestId, list[Any]] = {}
-    for row in execute_in_batches(tx, _GROUP_ROWS, request_ids):
-        if owner is None or row.owner == owner:
-            rows.setdefault(row.request_id, []).append(row)
-
-    # Decode the rows
-    return [
-        KeptGroup(
-            request_id=request_id,
-            model_id=group_rows[0].model_id,
-            step=group_rows[0].step,
-            owner=group_rows[0].owner,
-            at=group_rows[0].at,
-            prompt=np.frombuffer(group_rows[0].prompt, _TOKENS),
-            samples=tuple(map(_decode_sample, group_rows)),
-        )
-        for request_id, group_rows in rows.items()
-    ]
-
-
-def _decode_sample(row: Any) -> KeptSample:
-    return KeptSample(
-        sequence_id=row.sequence_id,
-        sample_index=row.sample_index,
-        tokens=np.frombuffer(row.tokens, _TOKENS),
-        logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
-        stop_reason=row.stop_reason,
-        trained_model_id=row.trained_model_id,
-        trained_step=row.trained_step,
-        advantage=row.advantage,
-        kl=row.kl,
-        trainer_gap=row.trainer_gap,
+def _decode_group(rows: Sequence[Any]) -> KeptGroup:
+    return KeptGroup(
+        **{name: getattr(rows[0], name) for name in _GROUP_NAMES},
+        prompt=np.frombuffer(rows[0].prompt, _TOKENS),
+        samples=[
+            KeptSample(
+                **{name: getattr(row, name) for name in _SAMPLE_NAMES},
+                tokens=np.frombuffer(row.tokens, _TOKENS),
+                logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
+            )
+            for row in rows
+        ],
     )
 
 
@@ -333,20 +299,6 @@ def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
     execute_in_batches(tx, delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.model_id))), model_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class KeepDecision:
-    """The decision about a new group.
-
-    `replaced` is the group that must be deleted to keep the new group, if any.
-    """
-
-    is_kept: bool
-    replaced: RequestId | None = None
-
-
-_NOT_KEPT = KeepDecision(is_kept=False)
-
-
 @dataclass(slots=True)
 class KeptGroups:
     """Decides which groups are kept. Caches the chosen groups of recent steps."""
@@ -358,23 +310,26 @@ class KeptGroups:
         default_factory=OrderedDict[tuple[str, Origin, int], list[RequestId]]
     )
 
-    def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> KeepDecision:
-        """Decide whether to keep a group that is about to be written."""
+    def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> list[RequestId] | None:
+        """Decide whether to keep a group that is about to be written.
+
+        Returns the groups that it replaces, or None if it is not kept.
+        """
         if not self.max_groups:
-            return _NOT_KEPT
+            return None
 
         chosen = self._read_chosen(owner, origin, now)
         if request_id in chosen:
-            return KeepDecision(is_kept=True)
+            return []
 
         # The group with the largest request id has to go
-        replaced = None
+        replaced: list[RequestId] = []
         if len(chosen) >= self.max_groups:
             if request_id > chosen[-1]:
-                return _NOT_KEPT
-            replaced = chosen.pop()
+                return None
+            replaced.append(chosen.pop())
         insort(chosen, request_id)
-        return KeepDecision(is_kept=True, replaced=replaced)
+        return replaced
 
     def _read_chosen(self, owner: str, origin: Origin, now: float) -> list[RequestId]:
         since = 0 if origin.step is not None else int(now) // _PERIOD_S * _PERIOD_S

@@ -7,15 +7,29 @@ which. The number and the size of the points of a logged run are limited.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import cast
 
-from sqlalchemy import Executable, Label, Text, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Executable,
+    Index,
+    Label,
+    Text,
+    UniqueConstraint,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy import cast as sql_cast
-from sqlmodel import Session, col
+from sqlmodel import Field, Session, col
 from sqlmodel import select as select_rows
 
-from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.errors import bad_request, not_found
@@ -23,6 +37,7 @@ from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import models
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.tables import BIG_KEY, AppTable
 
 RETENTION_S = 90 * 86_400.0
 """A logged run is deleted this long after its last point."""
@@ -44,6 +59,59 @@ MAX_RUNS = 10_000
 """Limit on the logged runs of an owner."""
 CLIENT_RUN = "client"
 """Name of the logged run for metrics that the client logs without a logger for a model."""
+
+
+class LoggedRunRow(AppTable, table=True):
+    """A run of a client's logger, for example of trackio."""
+
+    __tablename__ = "logged_runs"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("owner", "project", "key"), {"sqlite_autoincrement": True})
+
+    logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
+    owner: str
+    project: str
+    """The logger's project.
+
+    Empty or the session's project for metrics that were logged without a logger.
+    """
+    key: str
+    """Distinguishes runs of one name: the logger's run id, or the id of the model or session."""
+    name: str
+    config: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
+    model_id: str | None = Field(default=None, index=True)
+    """The model that the run belongs to, once it is known."""
+    seeks_model: bool = False
+    """Whether the server still looks for the model.
+
+    False once it was found, or if there were multiple candidates.
+    """
+    num_points: int = 0
+    num_bytes: int = Field(default=0, sa_type=BigInteger)
+    """Size of the values of all points, as JSON."""
+    created_at: float
+    last_at: float = Field(index=True)
+
+
+class LoggedPointRow(AppTable, table=True):
+    """Metrics that a client logged for one step."""
+
+    __tablename__ = "logged_points"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        UniqueConstraint("logged_run_id", "log_id"),
+        Index("ix_logged_points_run", "logged_run_id", "position"),
+        {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
+    )
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
+    """Order of arrival."""
+    logged_run_id: int = Field(sa_type=BigInteger)
+    log_id: str
+    """Chosen by the client. A point with the same id is a retry."""
+    step: int = Field(sa_type=BigInteger)
+    at: float
+    values: Mapping[str, float | None] = Field(sa_type=JSON)
+
+
 _NEW_POINTS = insert(LoggedPointRow)
 _POINTS = select(
     col(LoggedPointRow.position),
@@ -60,12 +128,16 @@ _KNOWN = select(col(LoggedPointRow.log_id)).where(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """The names that identify a logged run. The client chooses them."""
+    """A logged run to write to. Owner, project and key identify it; the client chooses them and the name."""
 
     owner: str
     project: str
     key: str
     name: str
+    model_id: ModelId | None = None
+    """The model that the run belongs to, if the client named it."""
+    seeks_model: bool = False
+    """Whether the server looks for a fitting model among the owner's active models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +161,10 @@ class LoggedPoint:
     values: Mapping[str, float | None]
 
 
-def open_run(
-    tx: Session,
-    run: LoggedRun,
-    now: float,
-    *,
-    config: Mapping[str, object] | None = None,
-    model_id: ModelId | None = None,
-    seeks_model: bool = False,
-) -> LoggedRunRow:
+def open_run(tx: Session, run: LoggedRun, now: float, config: Mapping[str, object] | None = None) -> LoggedRunRow:
     """Find or create a logged run. Raises UserError if the owner would have more than `MAX_RUNS`.
 
-    `config` is stored if the run has none yet. `model_id` and `seeks_model` are used only for a new
-    run.
+    `config` is stored if the run has none yet.
     """
     # The combination of the three columns is unique
     row = tx.exec(
@@ -121,16 +184,7 @@ def open_run(
                 f"{RETENTION_S / 86_400:.0f} days after its last point"
             )
 
-        row = LoggedRunRow(
-            owner=run.owner,
-            project=run.project,
-            key=run.key,
-            name=run.name,
-            model_id=model_id,
-            seeks_model=seeks_model,
-            created_at=now,
-            last_at=now,
-        )
+        row = LoggedRunRow(**asdict(run), created_at=now, last_at=now)
         tx.add(row)
 
     # Update it
@@ -191,11 +245,6 @@ def set_model(tx: Session, run: LoggedRunRow, model_id: ModelId | None) -> None:
     run.model_id, run.seeks_model = model_id, False
     tx.add(run)
     tx.flush()
-
-
-def get_run(tx: Session, logged_run_id: int) -> LoggedRunRow | None:
-    """Return a logged run, or None if it does not exist."""
-    return tx.get(LoggedRunRow, logged_run_id)
 
 
 def list_runs(
@@ -260,6 +309,12 @@ def read_last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) 
     return _select_points(tx, query.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
 
 
+def read_last_steps(tx: Session, model_id: ModelId, limit: int) -> list[LoggedPoint]:
+    """Return the points of the last steps of all logged runs of a model, ordered by step."""
+    newest = _POINTS.order_by(col(LoggedPointRow.step).desc(), col(LoggedPointRow.at).desc()).limit(limit)
+    return _select_points(tx, newest.where(col(LoggedRunRow.model_id) == model_id))[::-1]
+
+
 def _select_points(tx: Session, query: Executable) -> list[LoggedPoint]:
     return [
         LoggedPoint(position=position, project=project, run=name, step=step, at=at, values=values)
@@ -272,22 +327,16 @@ def list_run_ids(tx: Session, model_id: ModelId) -> list[int]:
     return [row.logged_run_id for row in list_runs(tx, None, model_id=model_id) if row.logged_run_id is not None]
 
 
-def read_points_of_model(
-    tx: Session, model_id: ModelId, *, after: int = 0, limit: int = 1000, max_bytes: int = MAX_PAGE_BYTES
-) -> list[LoggedPoint]:
-    """Return the points of all logged runs of a model after a position, see `read_points`."""
-    return read_points(tx, list_run_ids(tx, model_id), after=after, limit=limit, max_bytes=max_bytes)
-
-
 def get_last_step(tx: Session, logged_run_id: int) -> int | None:
     """Return the largest step of a logged run, or None if it has no points."""
     query = select(func.max(col(LoggedPointRow.step))).where(col(LoggedPointRow.logged_run_id) == logged_run_id)
     return execute(tx, query).scalar_one()
 
 
-def forget_model(tx: Session, model_id: ModelId) -> None:
-    """Mark the logged runs of a deleted model, so that the next `prune` deletes them."""
-    execute(tx, update(LoggedRunRow).where(col(LoggedRunRow.model_id) == model_id).values(model_id=None, last_at=0.0))
+def forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
+    """Mark the logged runs of deleted models, so that the next `prune` deletes them."""
+    of_models = update(LoggedRunRow).where(is_in_batch(col(LoggedRunRow.model_id)))
+    execute_in_batches(tx, of_models.values(model_id=None, last_at=0.0), model_ids)
 
 
 def prune(tx: Session, before: float, *, limit: int) -> int:
@@ -315,7 +364,7 @@ def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> Logge
 
     Raises ApiError 404 if it does not exist or the caller may not see it.
     """
-    row = get_run(tx, logged_run_id)
+    row = tx.get(LoggedRunRow, logged_run_id)
     if row is None or not caller.can_act_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
     return row

@@ -13,9 +13,8 @@ from msgspec import UnsetType
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
-from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
-from skyrl_tx.apps.history.points import Point, SampleTotals
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptGroups, KeptSample, TrainedSequence
+from skyrl_tx.apps.history.points import LOSS_WEIGHT, Point, SampleTotals
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.custom_loss import CUSTOM
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -122,8 +121,6 @@ class HistoryObserver(ResultObserver):
                 started_at=time.started_at,
                 at=now,
                 device_s=time.device_s,
-                tokens=0,
-                datums=0,
                 values=output.metrics,
             )
             points.add(tx, point)
@@ -158,7 +155,7 @@ class HistoryObserver(ResultObserver):
 
     def _choose_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
-    ) -> tuple[NewGroup | None, list[RequestId]]:
+    ) -> tuple[KeptGroup | None, list[RequestId]]:
         """Return the group if it is to be kept, and the groups that it replaces."""
         if not self.settings.keep_samples:
             return None, []
@@ -166,7 +163,7 @@ class HistoryObserver(ResultObserver):
         # Build the group
         sequence_ids = request.sequence_ids or [f"{queued.request_id}-{n}" for n in range(len(output.sequences))]
         samples = [
-            NewSample(
+            KeptSample(
                 sequence_id=name,
                 tokens=sequence.tokens,
                 logprobs=sequence.logprobs,
@@ -177,7 +174,7 @@ class HistoryObserver(ResultObserver):
             for name, sequence in zip(sequence_ids, output.sequences, strict=True)
         ]
 
-        group = NewGroup(
+        group = KeptGroup(
             request_id=queued.request_id,
             model_id=origin.model_id,
             step=origin.step,
@@ -189,11 +186,11 @@ class HistoryObserver(ResultObserver):
             return None, []
 
         # Decide whether to keep it
-        choice = self._groups.choose(queued.owner, origin, queued.request_id, now)
-        if not choice.is_kept:
+        replaced = self._groups.choose(queued.owner, origin, queued.request_id, now)
+        if replaced is None:
             return None, []
         self._sample_limit.keys_to_trim.add((origin.model_id, queued.owner))
-        return group, [] if choice.replaced is None else [choice.replaced]
+        return group, replaced
 
 
 def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampleTotals:
@@ -276,16 +273,11 @@ def _prune_logged(tx: Session, clock: RetentionClock) -> int:
     return logged_metrics.prune(tx, clock.now - logged_metrics.RETENTION_S, limit=pruning.MAX_ROWS)
 
 
-def _forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
-    for model_id in model_ids:
-        logged_metrics.forget_model(tx, model_id)
-
-
 EXTENSION = EngineExtension(
     observer=HistoryObserver,
     retention=(
         RetentionRule(name="points", on_removal=points.remove_runs),
         RetentionRule(name="kept samples", prune=_expire_samples, on_removal=kept_samples.remove_runs),
-        RetentionRule(name="logged runs", prune=_prune_logged, on_deletion_by_user=_forget_models),
+        RetentionRule(name="logged runs", prune=_prune_logged, on_deletion_by_user=logged_metrics.forget_models),
     ),
 )

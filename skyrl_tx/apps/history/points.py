@@ -7,20 +7,109 @@ SQL statements that run for every request are prepared statements, because they 
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import bindparam, delete, func, insert, select
-from sqlmodel import Session, col
+import msgspec
+from sqlalchemy import BigInteger, Dialect, Index, String, Text, TypeDecorator, bindparam, delete, func, insert, select
+from sqlmodel import Field, Session, col
 
-from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, encode_numbers
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import PreparedStatement, execute, execute_in_batches, is_in_batch, make_upsert_builder
+from skyrl_tx.store.tables import AppTable
 
+PointKind = Literal["train", "forward", "step"]
+LOSS_WEIGHT = "loss_weight:sum"
+"""Name of the sum of the weights of a pass in `RunPointRow.values`.
+
+Rows of releases before 0.3 do not have it.
+"""
 MAX_POINTS = 200_000
 """Limit on the points of one run.
 
 If a run has more points, every second step in the older half of the run is deleted.
 """
+
+
+def encode_numbers(values: Mapping[str, float | None] | None) -> str:
+    """Encode numbers by name as JSON. NaN and infinity become null."""
+    return msgspec.json.encode(values).decode()
+
+
+class NumbersText(TypeDecorator[Mapping[str, float | None]]):
+    """A column for numbers by name, stored as JSON text.
+
+    Much faster than SQLAlchemy's JSON type.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Mapping[str, float | None] | None, dialect: Dialect) -> Any:
+        """Encode the value for the database."""
+        return encode_numbers(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Mapping[str, float | None]:
+        """Decode the value from the database."""
+        return msgspec.json.decode(value)
+
+
+class RunPointRow(AppTable, table=True):
+    """The metrics and times of one completed request. Written in the transaction of its result."""
+
+    __tablename__ = "run_points"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_run_points_model", "model_id", "position", "step"),)
+
+    position: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """The position of the request. The request's own row may be deleted already."""
+    model_id: ModelId = Field(sa_type=String)
+    kind: PointKind = Field(sa_type=String)
+    """`train` for forward_backward, `forward` for forward, `step` for optim_step."""
+    step: int = Field(sa_type=BigInteger)
+    """For a pass, the number of optimizer steps before it.
+
+    For an optimizer step, its number, from 1.
+    """
+    created_at: float
+    """When the request arrived."""
+    started_at: float
+    """When the request first reached the device in the attempt that completed it."""
+    at: float
+    """When the request completed."""
+    device_s: float = 0.0
+    """Device time of the request in seconds.
+
+    Requests that share a batch are charged in proportion to their tokens.
+    """
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    datums: int = 0
+    values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=NumbersText)
+    """The metrics in the result, for example `loss:sum`, and of a pass also `LOSS_WEIGHT`.
+
+    None stands for NaN or infinity.
+    """
+
+
+class SampledStepRow(AppTable, table=True):
+    """Sums over all samples of an owner from the weights of one optimizer step."""
+
+    __tablename__ = "sampled_steps"  # pyright: ignore[reportAssignmentType]
+
+    model_id: str = Field(primary_key=True)
+    step: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """Number of optimizer steps in the sampled weights."""
+    owner: str = Field(primary_key=True)
+    samples: int = Field(default=0, sa_type=BigInteger)
+    cut: int = Field(default=0, sa_type=BigInteger)
+    """Number of samples that reached `max_tokens` or the context limit."""
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    """Number of sampled tokens."""
+    scored_tokens: int = Field(default=0, sa_type=BigInteger)
+    """Number of tokens that were sampled at a temperature of at least 0.5.
+
+    Only these count for the curve `surprise`, the mean -log p of sampled tokens.
+    """
+    logprob_sum: float = 0.0
+    """Sum of the log-probabilities of the scored tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +127,8 @@ class Point:
     started_at: float
     at: float
     device_s: float
-    tokens: int
-    datums: int
+    tokens: int = 0
+    datums: int = 0
     values: Mapping[str, float | None]
 
 

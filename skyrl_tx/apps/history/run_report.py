@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics, points
-from skyrl_tx.apps.history.advice import find_advice
-from skyrl_tx.apps.history.breakdown import PARTS, Breakdown
+from skyrl_tx.apps.history.breakdown import PARTS, Breakdown, read_breakdown
 from skyrl_tx.apps.history.curves import (
     OptimizerStep,
     add_samples,
@@ -19,9 +18,8 @@ from skyrl_tx.apps.history.curves import (
     fold_newest_points,
     fold_points,
 )
-from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
+from skyrl_tx.apps.history.hints import Hint, find_advice, read_hints
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
-from skyrl_tx.apps.history.run_time import read_breakdown
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
@@ -96,10 +94,8 @@ def _find_hints(
     owner = models.get_owner(tx, model_id) or ""
     sums = {sampled.step + 1: sampled for sampled in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
     steps = [add_samples(step, sums[step.step]) if step.step in sums else step for step in steps]
-    since = find_slow_since(steps)
-    users = () if since is None else find_device_users(tx, since, model_id, owner, lambda _: True)
     reward = logged_metrics.choose_reward(name for point in logged for name in point.values)
-    return find_hints(steps, time.time(), users, has_reward=reward is not None)
+    return read_hints(tx, model_id, owner, steps, time.time(), lambda _: True, has_reward=reward is not None)
 
 
 def find_name(tx: Session, model_id: ModelId, display_name: str | None) -> str | None:
@@ -267,10 +263,8 @@ def _make_checkpoint_record(row: CheckpointRow) -> Record:
 
 def _read_newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
     """Return the newest points that clients logged for a run, ordered by step."""
-    run_ids = [row.logged_run_id for row in logged_metrics.list_runs(tx, None, model_id=model_id) if row.logged_run_id]
-    return sorted(
-        logged_metrics.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
-    )
+    newest = logged_metrics.read_last_points(tx, logged_metrics.list_run_ids(tx, model_id), limit=MAX_POINTS)
+    return sorted(newest, key=lambda point: (point.step, point.position))
 
 
 def _format_number(value: float | None) -> str:

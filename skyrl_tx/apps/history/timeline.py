@@ -14,8 +14,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.apps.history.points import Point, PointKind
 from skyrl_tx.apps.history.trace_pb2 import DebugAnnotation, Trace, TrackDescriptor, TrackEvent
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import models
@@ -57,6 +56,7 @@ class RequestTimes:
 
     position: int
     request_id: RequestId
+    owner: str
     kind: str
     model_id: ModelId | None
     sampling_session_id: SamplingSessionId | None
@@ -130,11 +130,8 @@ def read_session_groups(
             if after
             else points.read_newest(tx, model.model_id, remaining)
         )
-        logged_points = (
-            logged_metrics.read_points_of_model(tx, model.model_id, limit=remaining, max_bytes=max_bytes)
-            if with_logged
-            else []
-        )
+        logged_runs = logged_metrics.list_run_ids(tx, model.model_id) if with_logged else []
+        logged_points = logged_metrics.read_points(tx, logged_runs, limit=remaining, max_bytes=max_bytes)
 
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
         requests = by_model[model.model_id]
@@ -228,18 +225,15 @@ def _add_count(
             counters[name].append((at, value))
 
 
-_COLUMNS = (
-    col(RequestRow.position),
-    col(RequestRow.request_id),
-    col(RequestRow.kind),
-    col(RequestRow.model_id),
-    col(RequestRow.sampling_session_id),
-    col(RequestRow.seq_id),
-    col(RequestRow.status),
-    col(RequestRow.created_at),
-    col(RequestRow.started_at),
-    col(RequestRow.completed_at),
+_TIMES = select(*(getattr(RequestRow, name) for name in RequestTimes.__dataclass_fields__)).where(
+    is_in_batch(col(RequestRow.position))
 )
+
+
+def read_times(tx: Session, positions: Iterable[int]) -> list[RequestTimes]:
+    """Return the requests at these positions, in order of arrival."""
+    times = [RequestTimes(**row._mapping) for row in execute_in_batches(tx, _TIMES, positions)]
+    return sorted(times, key=lambda request: request.position)
 
 
 def read_requests_of_session(tx: Session, session_id: SessionId, limit: int, after: int = 0) -> list[RequestTimes]:
@@ -258,11 +252,7 @@ def read_requests_of_session(tx: Session, session_id: SessionId, limit: int, aft
         has_status = is_in_session & (col(RequestRow.status) == literal_column(f"'{status}'"))
         positions |= {position for position, _ in execute(tx, _select_columns().where(has_status).limit(_MAX_PASSES))}
 
-    # Read all columns of the newest among them
-    query = select(*_COLUMNS).where(is_in_batch(col(RequestRow.position)))
-    chosen = sorted(positions, reverse=True)[:limit]
-    rows = sorted(execute_in_batches(tx, query, chosen), key=lambda row: row.position)
-    return [RequestTimes(**row._mapping) for row in rows]
+    return read_times(tx, sorted(positions, reverse=True)[:limit])
 
 
 def _select_columns() -> Select[int | None, str]:

@@ -20,7 +20,6 @@ from fastapi.responses import JSONResponse
 from skyrl_tx import __version__
 from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.client_metrics import (
-    RunMetrics,
     clean_config,
     clean_name,
     clean_step,
@@ -124,8 +123,7 @@ def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
     call.add_stored(len(call.body.raw))
     now = time.time()
     num_new = sum(
-        store_metrics(call.store, RunMetrics(run=run, points=new, config=configs.get(run), seeks_model=True), now)
-        for run, new in points.items()
+        store_metrics(call.store, run, new_points, now, configs.get(run)) for run, new_points in points.items()
     )
     return {"stored": num_new, "ignored": num_ignored}
 
@@ -139,9 +137,8 @@ def _read_point(owner: str, entry: object) -> tuple[LoggedRun, NewLoggedPoint] |
     step, values = clean_step(fields.get("step")), clean_values(to_object(fields.get("metrics")))
     if project is None or name is None or key is None or log_id is None or step is None or not values:
         return None
-    return LoggedRun(owner=owner, project=project, key=key, name=name), NewLoggedPoint(
-        log_id=log_id, step=step, values=values
-    )
+    run = LoggedRun(owner=owner, project=project, key=key, name=name, seeks_model=True)
+    return run, NewLoggedPoint(log_id=log_id, step=step, values=values)
 
 
 def _ignore(call: ApiCall, arguments: _Arguments) -> None:

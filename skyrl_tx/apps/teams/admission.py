@@ -14,7 +14,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.quotas import (
@@ -49,14 +48,8 @@ _NAMES: dict[Limit, str] = {"training_tokens_per_day": "training", "sample_token
 
 _QuotaKey = tuple[Subject, Limit]
 """Identifies the quota of one subject for one limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Charge:
-    """The tokens that a running request may use, and the quotas that they count for."""
-
-    keys: Sequence[_QuotaKey]
-    tokens: int
+_Charge = tuple[Sequence[_QuotaKey], int]
+"""The quotas that a running request counts for, and the tokens that it may use."""
 
 
 class QuotaAdmission(Admission):
@@ -129,8 +122,9 @@ class QuotaAdmission(Admission):
         """Charge a request with the most tokens that it can use."""
         if (limit := _get_day_limit(queued)) is not None:
             self._remove_charge(queued)  # a sample request that was put back starts again
-            self._charges[queued.request_id] = charge = _Charge(self._list_quota_keys(queued, limit), num_tokens)
-            self._charged.update(dict.fromkeys(charge.keys, num_tokens))
+            keys = self._list_quota_keys(queued, limit)
+            self._charges[queued.request_id] = keys, num_tokens
+            self._charged.update(dict.fromkeys(keys, num_tokens))
 
     def record_drawn(self, queued: QueuedRequest, drawn: SampledTokenCounts) -> None:
         """Count the tokens of a sample request that ends or is cancelled."""
@@ -220,9 +214,8 @@ class QuotaAdmission(Admission):
         return [(subject, limit) for subject in account.list_subjects()]
 
     def _remove_charge(self, queued: QueuedRequest) -> None:
-        charge = self._charges.pop(queued.request_id, None)
-        if charge is not None:
-            self._charged -= Counter(dict.fromkeys(charge.keys, charge.tokens))
+        keys, tokens = self._charges.pop(queued.request_id, ((), 0))
+        self._charged -= Counter(dict.fromkeys(keys, tokens))
 
     def _reload(self, now: float) -> None:
         """Read the daily tokens from the database. Running requests stay charged."""

@@ -29,15 +29,7 @@ from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.checkpoints import is_unexpired, sum_bytes
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.engine_state import belongs_to_subject
-from skyrl_tx.store.tables import (
-    ApiKeyRow,
-    CheckpointRow,
-    ModelRow,
-    OverQuota,
-    QuotaRow,
-    SessionRow,
-    SubjectKind,
-)
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, OverQuota, QuotaRow, SessionRow, SubjectKind
 
 Limit = Literal[
     "training_tokens_per_day",

@@ -5,9 +5,6 @@ the same transaction that stores the result. After two weeks the buckets are mer
 storage of checkpoints is recorded once in each hour in which an engine runs.
 """
 
-# pyright: reportAssignmentType=false
-# sqlmodel declares __tablename__ as a descriptor, but documents that a string is assigned to it.
-
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -40,14 +37,18 @@ FINE_S = 14 * 86_400.0
 """Age at which buckets of five minutes are merged into hours."""
 RETENTION_S = 400 * 86_400.0
 MAX_ROWS = 1000
+_MAX_BUCKETS = 30_000
+"""More than all kinds of usage have in a month, before and after buckets are merged."""
 UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled", "checkpoint"]
-GroupColumn = Literal["owner", "session_id", "model_id", "base_model", "project_id", "key_id", "hour", "day"]
+GroupColumn = Literal[
+    "owner", "session_id", "model_id", "base_model", "project_id", "key_id", "bucket_at", "hour", "day"
+]
 
 
 class UsageRow(AppTable, table=True):
     """Completed work of one kind for one session and one model, in an interval of five minutes."""
 
-    __tablename__ = "usage"
+    __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         Index("ix_usage_session_id", "session_id"),
         partial_index("ix_usage_fine", "bucket_at", "bucket_at % 3600 <> 0"),
@@ -69,7 +70,7 @@ class UsageRow(AppTable, table=True):
 class StorageHourRow(AppTable, table=True):
     """The size of a session's checkpoints in one hour in which an engine ran."""
 
-    __tablename__ = "storage_hours"
+    __tablename__ = "storage_hours"  # pyright: ignore[reportAssignmentType]
 
     hour_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
     session_id: SessionId = Field(primary_key=True, sa_type=String)
@@ -136,7 +137,7 @@ def read_totals(
         tx: The transaction.
         owner: Count only the work of this owner; None means all owners.
         since: First time, in seconds since the epoch, rounded down to a bucket.
-        group_by: Columns that define the groups. `hour` and `day` are start times in seconds since the
+        group_by: Columns that define the groups. `bucket_at`, `hour` and `day` are start times in seconds since the
             epoch. `project_id` and `key_id` are None if the session was removed. `base_model` is None for
             base weights and if the model was removed.
         until: End of the time range; None means no end.
@@ -179,6 +180,16 @@ def read_totals(
         statement = statement.where(col(UsageRow.model_id) == model_id)
     num_groups = len(groups)
     return [Total(tuple(row[:num_groups]), *row[num_groups:]) for row in execute(tx, statement)]
+
+
+def read_buckets(tx: Session, since: int, session_id: SessionId | None = None) -> list[tuple[int, UsageKind, int]]:
+    """Return the tokens since a time, as tuples of bucket, kind and tokens, oldest first.
+
+    `session_id` None means all sessions.
+    """
+    session_ids = None if session_id is None else [session_id]
+    totals = read_totals(tx, None, since, ("bucket_at",), session_ids=session_ids, limit=_MAX_BUCKETS)
+    return [(total.group[0], total.kind, total.tokens) for total in totals]
 
 
 def _get_group_column(name: GroupColumn) -> Any:

@@ -1,7 +1,7 @@
 """Usage reports with one line per owner, project, key, session, run or day."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
@@ -9,7 +9,7 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, compute_storage_cost, compute_token_cost
-from skyrl_tx.apps.teams.usage import GroupColumn
+from skyrl_tx.apps.teams.usage import GroupColumn, Total
 
 Subject = Literal["owner", "project", "key", "session", "run", "day"]
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
@@ -26,7 +26,7 @@ _NAMES_FOR_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no ke
 _BASE_WEIGHTS = "base weights"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UsageLine:
     """The work of one subject, for example one owner."""
 
@@ -54,14 +54,30 @@ class UsageLine:
         """All tokens."""
         return self.training_tokens + self.prefill_tokens + self.cached_tokens + self.sampled_tokens
 
+    def add_work(self, total: Total, prices: Prices) -> None:
+        """Add the work of one kind."""
+        match total.kind:
+            case "training" | "forward":
+                self.training_tokens += total.tokens
+            case "prefill":
+                self.prefill_tokens += total.tokens
+            case "prefill_cached":
+                self.cached_tokens += total.tokens
+            case "sampled":
+                self.sampled_tokens += total.tokens
+            case "checkpoint":
+                self.checkpoints += total.requests
+        self.device_s += total.device_s
+        self._add_cost(compute_token_cost(prices, total.kind, total.tokens))
 
-_FIELDS: Mapping[str, str] = {
-    "training": "training_tokens",
-    "forward": "training_tokens",
-    "prefill": "prefill_tokens",
-    "prefill_cached": "cached_tokens",
-    "sampled": "sampled_tokens",
-}
+    def add_storage(self, gigabyte_hours: float, prices: Prices) -> None:
+        """Add the storage of one hour."""
+        self.gigabyte_hours += gigabyte_hours
+        self._add_cost(compute_storage_cost(prices, gigabyte_hours))
+
+    def _add_cost(self, cost: float | None) -> None:
+        if cost is not None:
+            self.cost_usd = (self.cost_usd or 0.0) + cost
 
 
 def read_usage_lines(tx: Session, owner: str | None, by: Subject, since: float, prices: Prices) -> Sequence[UsageLine]:
@@ -70,39 +86,21 @@ def read_usage_lines(tx: Session, owner: str | None, by: Subject, since: float, 
     Subjects with the most tokens come first. Days are in order. `owner` None means all owners.
     """
     lines: dict[str, UsageLine] = {}
-    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), limit=MAX_LINES):
-        name = _format_name(by, total.group[0])
-        line = lines.get(name, UsageLine(subject=name))
-        cost = compute_token_cost(prices, total.kind, total.tokens)
-        if total.kind == "checkpoint":
-            line = replace(line, checkpoints=line.checkpoints + total.requests)
-        else:
-            field = _FIELDS[total.kind]
-            line = replace(line, **{field: getattr(line, field) + total.tokens})
-        lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_add_costs(line.cost_usd, cost))
 
-    _add_storage(tx, lines, owner, by, since, prices)
+    def find_line(value: object) -> UsageLine:
+        name = _format_name(by, value)
+        return lines.setdefault(name, UsageLine(subject=name))
+
+    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), limit=MAX_LINES):
+        find_line(total.group[0]).add_work(total, prices)
+    if by not in ("key", "run"):  # storage is recorded by session only
+        for hour in usage.read_storage(tx, owner, since, limit=MAX_LINES):
+            values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
+            find_line(values[by]).add_storage(hour.num_bytes / GIGABYTE, prices)
+
     if by == "day":
         return sorted(lines.values(), key=lambda line: line.subject)
     return sorted(lines.values(), key=lambda line: (-line.tokens, line.subject))
-
-
-def _add_storage(
-    tx: Session,
-    lines: dict[str, UsageLine],
-    owner: str | None,
-    by: Subject,
-    since: float,
-    prices: Prices,
-) -> None:
-    if by in ("key", "run"):  # storage is recorded by session only
-        return
-    for hour in usage.read_storage(tx, owner, since, limit=MAX_LINES):
-        values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
-        name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
-        line = lines.get(name, UsageLine(subject=name))
-        cost = _add_costs(line.cost_usd, compute_storage_cost(prices, stored))
-        lines[name] = replace(line, gigabyte_hours=line.gigabyte_hours + stored, cost_usd=cost)
 
 
 def _format_name(by: Subject, value: object) -> str:
@@ -114,7 +112,3 @@ def _format_name(by: Subject, value: object) -> str:
             return str(value) or _BASE_WEIGHTS
         case _:
             return _NAMES_FOR_NONE.get(by, "none") if value is None else str(value)
-
-
-def _add_costs(total: float | None, more: float | None) -> float | None:
-    return total if more is None else (total or 0.0) + more

@@ -5,17 +5,18 @@ import pytest
 
 from skyrl_tx.apps.console.health import EngineView, describe_engine
 from skyrl_tx.apps.console.overview import (
-    RecentCache,
     flatten_meters,
     make_gauge_tiles,
     make_rate_tiles,
     make_user_lines,
+    read_overview,
 )
 from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.engine_status import EngineReport
 from skyrl_tx.server.monitoring import read_gauges
+from skyrl_tx.store.database import Store
 
 
 def test_rates_are_tokens_a_second_of_the_last_buckets() -> None:
@@ -85,29 +86,7 @@ def test_who_uses_what() -> None:
     assert (found[0].device, found[0].tokens, found[1].what) == ("75%", 10, "")
 
 
-def test_a_value_is_computed_once_for_a_while_and_for_each_key() -> None:
-    now, calls = [0.0], []
-    recent: RecentCache[str] = RecentCache(1.0, lambda: now[0])
-
-    def value(key: str) -> str:
-        return recent.get(key, lambda: calls.append(key) or f"{key} at {now[0]}")
-
-    assert (value("ann"), value("ann"), value("bob")) == ("ann at 0.0", "ann at 0.0", "bob at 0.0")
-    now[0] = 0.9
-    assert value("ann") == "ann at 0.0"
-    now[0] = 1.0
-    assert value("ann") == "ann at 1.0" and calls == ["ann", "bob", "ann"]
-
-
-def test_an_error_is_not_kept() -> None:
-    recent: RecentCache[int] = RecentCache(1.0)
-    with pytest.raises(ZeroDivisionError):
-        recent.get("a", lambda: 1 // 0)
-    assert recent.get("a", lambda: 2) == 2
-
-
-def test_old_keys_are_forgotten() -> None:
-    recent: RecentCache[int] = RecentCache(100.0)
-    for number in range(257):
-        recent.get(number, lambda: 1)
-    assert recent.get(0, lambda: 2) == 2 and recent.get(256, lambda: 2) == 1
+def test_the_overview_is_read_once_per_second_and_owner(store: Store) -> None:
+    first = read_overview(store, "ann", 1000)
+    assert read_overview(store, "ann", 1000) is first and first["waiting"] == 0 and first["state"] is None
+    assert read_overview(store, "ann", 1001) is not first and read_overview(store, None, 1000) is not first

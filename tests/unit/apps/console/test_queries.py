@@ -74,7 +74,7 @@ def filled(store: Store) -> Store:
         usage.add(tx, "ann", ANN, SECOND, 800.0, [Work(kind="training", tokens=7)])
         usage.add(tx, "bob", BOB, OTHER, 1000.0, [Work(kind="training", tokens=2**40)])
         row = logged_metrics.open_run(
-            tx, LoggedRun(owner="ann", project="p", key="k", name="maths"), NOW, model_id=FIRST
+            tx, LoggedRun(owner="ann", project="p", key="k", name="maths", model_id=FIRST), NOW
         )
         logged_metrics.add_points(
             tx, row, [NewLoggedPoint(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW
@@ -104,7 +104,7 @@ def names(store: Store, owner: str | None, search: str = "", project: str | None
     query = ListQuery(owner=owner, project=project, search=search, **{"limit": 10, **page})
     found, total = store.read(lambda tx: queries.list_runs(tx, query))
     assert total >= len(found)
-    return [line.model_id for line in found]
+    return [line.row.model_id for line in found]
 
 
 def test_runs_are_listed_last_used_first_and_by_owner(filled: Store) -> None:
@@ -124,13 +124,10 @@ def test_a_search_takes_its_text_literally(filled: Store, search: str, number: i
 
 
 def test_one_run_the_runs_of_a_session_and_those_that_were_loaded(filled: Store) -> None:
-    line = filled.read(lambda tx: queries.get_run(tx, FIRST))
-    assert line is not None and (line.owner, line.project_id) == ("ann", "100%_maths")
-    assert filled.read(lambda tx: queries.get_run(tx, ModelId("x"))) is None
     of_session = filled.read(lambda tx: queries.list_runs_of_session(tx, ANN, 10))
-    assert [line.model_id for line in of_session] == [FIRST, SECOND]
-    loaded = filled.read(lambda tx: queries.list_runs_loaded_from(tx, [START], 10))
-    assert loaded == [(OTHER, START), (SECOND, START)]
+    assert [(line.row.model_id, line.session.owner) for line in of_session] == [(FIRST, "ann"), (SECOND, "ann")]
+    loaded = filled.read(lambda tx: queries.list_runs_loaded_from(tx, START, 10))
+    assert loaded == [OTHER, SECOND]
     copies = filled.read(lambda tx: queries.list_copies(tx, START, 10, NOW))
     assert [row.name for row in copies] == ["copy"]
 
@@ -167,22 +164,22 @@ def test_open_and_failed_requests(filled: Store) -> None:
     assert filled.read(lambda tx: queries.get_arrival_time(tx, group.first_position)) == NOW + 1
     assert filled.read(lambda tx: queries.list_open_groups(tx, "bob")) == []
     failed = filled.read(lambda tx: queries.list_failed_requests(tx, None, 10))
-    assert [(line.owner, line.result) for line in failed] == [("ann", b"broken"), ("bob", b"broken")]
-    assert [line.owner for line in filled.read(lambda tx: queries.list_failed_requests(tx, "bob", 10))] == ["bob"]
+    assert [(line.times.owner, line.result) for line in failed] == [("ann", b"broken"), ("bob", b"broken")]
+    assert [line.times.owner for line in filled.read(lambda tx: queries.list_failed_requests(tx, "bob", 10))] == ["bob"]
     of_model = filled.read(lambda tx: queries.list_requests_of_model(tx, FIRST, 2))
-    assert [(line.seq_id, line.status) for line in of_model] == [(3, "failed"), (2, "open")]
+    assert [(line.times.seq_id, line.times.status) for line in of_model] == [(3, "failed"), (2, "open")]
 
 
 def test_usage_by_bucket_and_of_a_session(filled: Store) -> None:
-    everything = filled.read(lambda tx: queries.read_usage_by_bucket(tx, 0))
+    everything = filled.read(lambda tx: usage.read_buckets(tx, 0))
     assert sorted(everything) == [(600, "sampled", 1), (600, "training", 12), (900, "training", 2**40)]
-    of_session = filled.read(lambda tx: queries.read_usage_of_session(tx, ANN, 0, 10))
+    of_session = filled.read(lambda tx: usage.read_buckets(tx, 0, ANN))
     assert sorted(of_session) == [(600, "sampled", 1), (600, "training", 12)]
-    assert filled.read(lambda tx: queries.read_usage_of_session(tx, BOB, 901, 10)) == []
+    assert filled.read(lambda tx: usage.read_buckets(tx, 1200, BOB)) == []
 
 
 def test_logged_metrics_samplers_and_keys(filled: Store) -> None:
-    found = filled.read(lambda tx: queries.list_logged_steps(tx, FIRST, 10))
+    found = filled.read(lambda tx: logged_metrics.read_last_steps(tx, FIRST, 10))
     assert [(point.step, point.values) for point in found] == [(1, {"reward": 0.5}), (2, {"reward": 1.0})]
     assert filled.read(lambda tx: logged_metrics.get_logger_names(tx, [FIRST, SECOND])) == {FIRST: "maths"}
     samplers = filled.read(lambda tx: queries.list_samplers_of_session(tx, ANN, 1))

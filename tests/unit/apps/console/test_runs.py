@@ -32,14 +32,10 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
     def make_sample(index: int, advantage: float | None) -> KeptSample:
         return KeptSample(
             sequence_id=f"r:{index}",
-            sample_index=index,
             tokens=np.array([1, 2], np.int32),
             logprobs=np.array([-1.0, -1.0], np.float32),
             stop_reason="stop",
-            trained_model_id=None,
-            trained_step=None,
             advantage=advantage,
-            kl=None,
             trainer_gap=None if advantage is None else 0.25,
         )
 
@@ -48,18 +44,17 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
         model_id="m",
         step=1,
         owner="ann",
-        at=1.0,
         prompt=np.array([7], np.int32),
         samples=(make_sample(0, -2.0), make_sample(1, 1.0), make_sample(2, None)),
     )
     (group,) = describe_groups([kept], lambda tokens: " ".join(f"<{token}>" for token in tokens))
-    assert group.prompt == "<7>" and [sample.advantage for sample in group.samples] == [1.0, -2.0, None]
+    assert group.prompt == "<7>" and [sample.kept.advantage for sample in group.samples] == [1.0, -2.0, None]
     assert [sample.bar for sample in group.samples] == [0.5, -1.0, 0.0]
-    assert [sample.trainer_gap for sample in group.samples] == [0.25, 0.25, None]
+    assert [sample.kept.trainer_gap for sample in group.samples] == [0.25, 0.25, None]
     assert abs((group.samples[0].probability or 0) - 0.3679) < 1e-3
 
     (ids,) = describe_groups([kept], lambda tokens: None)
-    assert ids.samples[0].text == "1 2" and not ids.samples[0].is_text
+    assert ids.samples[0].text == "1 2" and not ids.is_text
 
 
 def test_samples_are_decoded_by_the_tokenizer_of_the_model_if_there_is_one(tmp_path: Path) -> None:

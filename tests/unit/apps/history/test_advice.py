@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.apps.history.advice import find_advice
-from skyrl_tx.apps.history.breakdown import Breakdown, Compiling, split_iterations
-from skyrl_tx.apps.history.hints import DeviceUser
+from skyrl_tx.apps.history.breakdown import Breakdown, Compiling, DeviceUser, split_iterations
+from skyrl_tx.apps.history.hints import find_advice
 from skyrl_tx.apps.history.timeline import TimelineSpan
 
 STEPS = 8

@@ -6,24 +6,28 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlmodel import Session
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
+from skyrl_tx.apps.history import points as stored_points
 from skyrl_tx.apps.history.curves import (
     LOSSES,
-    CurveCache,
+    RunCurves,
     compute_shared_share,
     draw_spark,
     fold_metrics,
     fold_points,
+    get_curves,
     thin_steps,
 )
-from skyrl_tx.apps.history.points import Point, SampleTotals
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT, PointKind
+from skyrl_tx.apps.history.points import LOSS_WEIGHT, Point, PointKind, SampleTotals, read_points, read_sampled
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import SHARED_TOKENS
+from skyrl_tx.store.database import Store
 from tests.support import recorded_runs
 
 NUMBERS = st.floats(-1e6, 1e6)
+RUN = ModelId("run")
 
 
 VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0, LOSS_WEIGHT: 10.0}
@@ -33,7 +37,7 @@ def point(position: int, kind: PointKind, step: int, **changes: Any) -> Point:
     """Return a point with fixed times and sizes."""
     times = {"created_at": 0.0, "started_at": 1.0, "at": 2.0, "device_s": 0.5}
     fields = {**times, "tokens": 10, "datums": 2, "values": VALUES, **changes}
-    return Point(position=position, model_id=ModelId("run"), kind=kind, step=step, **fields)
+    return Point(position=position, model_id=RUN, kind=kind, step=step, **fields)
 
 
 def passes(steps: int, chunks: int = 2) -> list[Point]:
@@ -109,7 +113,7 @@ def test_a_loss_is_divided_by_the_weights_that_are_known() -> None:
 
 
 def test_the_curves_of_a_recorded_run_have_the_numbers_of_its_client() -> None:
-    steps = {step.step: step for step in fold_points(recorded_runs.make_points(ModelId("run")))}
+    steps = {step.step: step for step in fold_points(recorded_runs.make_points(RUN))}
     logged = {
         step: values["train_nll"] for step, _, values in recorded_runs.RECORDED["logged"] if "train_nll" in values
     }
@@ -161,45 +165,60 @@ def test_a_sparkline_stays_in_its_box(values: list[float | None]) -> None:
     assert bool(places) == (sum(value is not None for value in values) > 1)
 
 
-def test_the_cache_reads_only_the_newest_steps_again_and_finds_late_chunks() -> None:
-    points, reads = passes(10), []
-
-    def read(after: int, limit: int) -> Sequence[Point]:
-        found = sorted((point for point in points if point.position > after), key=lambda point: point.position)
-        reads.append(len(found))
-        return found[:limit]
-
-    cache = CurveCache(max_runs=1)
-    assert cache.read_steps("run", read) == fold_points(points)
-    assert cache.read_steps("run", read) == fold_points(points) and reads[-1] <= 6
-    late = points.pop(-2)
-    assert cache.read_steps("other", read) == fold_points(points)
-    points.append(late)
-    assert cache.read_steps("other", read) == fold_points(points)
+def write(store: Store, new: Sequence[Point]) -> None:
+    store.write(lambda tx: [stored_points.add(tx, point) for point in new])
 
 
-def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
-    points = passes(40)
-    sampled = {2: SampleTotals(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)}
+def test_only_the_newest_steps_are_read_again_and_late_chunks_are_found(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
 
-    def read(after: int, limit: int) -> Sequence[Point]:
-        return sorted((point for point in points if point.position > after), key=lambda point: point.position)[:limit]
+    def read(*arguments: Any) -> list[Point]:
+        found = read_points(*arguments)
+        reads.append(len(found))
+        return found
 
-    def read_sampled(after: int) -> Sequence[SampleTotals]:
-        reads.append(after)
-        return [step_samples for step_samples in sampled.values() if step_samples.step > after]
+    monkeypatch.setattr(stored_points, "read_points", read)
+    points = passes(10)
+    late = points.pop(-2)
+    write(store, points)
+    run = RunCurves(store, RUN, "ann")
+    assert run.read_steps() == fold_points(points)
+    reads.clear()
+    assert run.read_steps() == fold_points(points) and max(reads) <= 6
+    write(store, [late])
+    assert run.read_steps() == fold_points([*points, late])
 
-    cache = CurveCache()
-    first = cache.read_steps("run", read, read_sampled)
+
+def test_the_curves_of_recently_viewed_runs_stay_in_memory(store: Store) -> None:
+    first = get_curves(store, RUN, "ann")
+    assert get_curves(store, RUN, "ann") is first
+    for number in range(100):
+        get_curves(store, ModelId(f"other-{number}"), "ann")
+    assert get_curves(store, RUN, "ann") is not first
+
+
+def test_samples_of_the_weights_before_a_step_are_curves_of_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    def read(tx: Session, model_id: ModelId, owner: str, *, after_step: int) -> list[SampleTotals]:
+        reads.append(after_step)
+        return read_sampled(tx, model_id, owner, after_step=after_step)
+
+    def add_sampled(**sums: Any) -> None:
+        store.write(lambda tx: stored_points.add_sampled(tx, RUN, "ann", SampleTotals(**sums)))
+
+    monkeypatch.setattr(stored_points, "read_sampled", read)
+    write(store, passes(40))
+    add_sampled(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)
+    run = RunCurves(store, RUN, "ann")
+    first = run.read_steps()
     assert {"sampled_length", "cut_share", "surprise"} & first[1].values.keys() == set()
     step = next(step for step in first if step.step == 3)
     assert (step.values["sampled_length"], step.values["cut_share"], step.values["surprise"]) == (10.0, 0.25, 0.2)
-    sampled[38] = SampleTotals(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
-    sampled[2] = SampleTotals(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
-    again = {step.step: step.values for step in cache.read_steps("run", read, read_sampled)}
+    add_sampled(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
+    add_sampled(step=2, samples=4, cut=7, tokens=0, scored_tokens=10, logprob_sum=2.0)
+    again = {step.step: step.values for step in run.read_steps()}
     assert (again[3]["cut_share"], again[39]["sampled_length"]) == (1.0, 5.0) and "surprise" not in again[39]
-    assert (
-        cache.read_steps("run", read, read_sampled) == cache.read_steps("run", read, read_sampled)
-        and reads[-1] == 38 - 32
-    )
+    assert run.read_steps() == run.read_steps() and reads[-1] == 38 - 32

@@ -2,8 +2,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from skyrl_tx.apps.history.breakdown import DeviceUser, sum_device_users
 from skyrl_tx.apps.history.curves import OptimizerStep
-from skyrl_tx.apps.history.hints import DeviceUser, find_hints, find_slow_since, sum_device_users
+from skyrl_tx.apps.history.hints import find_hints, find_slow_since
 from skyrl_tx.apps.teams.usage import Total
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from skyrl_tx.apps.history import kept_samples
-from skyrl_tx.apps.history.kept_samples import KeptGroup, NewGroup, NewSample, TrainedSequence
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample, TrainedSequence
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store.database import Store
 
@@ -11,9 +11,9 @@ RUN = ModelId("run")
 PROMPT = np.arange(5, dtype=np.int32)
 
 
-def group(name: str, *, step: int | None = 1, owner: str = "ann", count: int = 2, model: str = RUN) -> NewGroup:
+def group(name: str, *, step: int | None = 1, owner: str = "ann", count: int = 2, model: str = RUN) -> KeptGroup:
     samples = [
-        NewSample(
+        KeptSample(
             sequence_id=f"seq-{name}-{index}",
             tokens=np.arange(index + 1, dtype=np.int32),
             logprobs=np.full(index + 1, -0.5 * index, np.float32),
@@ -22,17 +22,15 @@ def group(name: str, *, step: int | None = 1, owner: str = "ann", count: int = 2
         )
         for index in range(count)
     ]
-    return NewGroup(request_id=RequestId(name), model_id=model, step=step, owner=owner, prompt=PROMPT, samples=samples)
+    return KeptGroup(request_id=RequestId(name), model_id=model, step=step, owner=owner, prompt=PROMPT, samples=samples)
 
 
-def add(store: Store, *new: NewGroup, now: float = 10.0) -> None:
+def add(store: Store, *new: KeptGroup, now: float = 10.0) -> None:
     store.write(lambda tx: [kept_samples.add(tx, group, now) for group in new])
 
 
-def read_step(
-    store: Store, step: int | None = 1, limit: int = 10, owner: str | None = "ann", **more
-) -> list[KeptGroup]:
-    return store.read(lambda tx: kept_samples.read_step(tx, RUN, step, limit, owner=owner, **more))
+def read_step(store: Store, step: int | None = 1, limit: int = 10, owner: str | None = "ann") -> list[KeptGroup]:
+    return store.read(lambda tx: kept_samples.read_step(tx, RUN, step, limit, owner=owner))
 
 
 def names(found: list[KeptGroup]) -> list[str]:
@@ -43,7 +41,7 @@ def test_group_is_read_as_it_was_written(store: Store) -> None:
     new = group("a", count=12)
     add(store, new)
     (found,) = read_step(store)
-    assert found.prompt.tolist() == [0, 1, 2, 3, 4] and found.at == 10.0 and found.owner == "ann"
+    assert found.prompt.tolist() == [0, 1, 2, 3, 4] and found.owner == "ann" and found.step == 1
     assert [sample.sequence_id for sample in found.samples] == [sample.sequence_id for sample in new.samples]
     assert found.samples[2].tokens.tolist() == [0, 1, 2] and found.samples[2].logprobs.tolist() == [-1.0] * 3
     assert [sample.trainer_gap for sample in found.samples[:3]] == [None, 0.125, 0.25]
@@ -55,16 +53,15 @@ def test_sequence_that_is_written_again_replaces_the_first_one(store: Store) -> 
     add(store, group("a"))
     add(store, group("a", count=3), now=11.0)
     (found,) = read_step(store)
-    assert len(found.samples) == 3 and found.at == 11.0
+    assert len(found.samples) == 3
+    assert store.read(lambda tx: kept_samples.list_groups_of_step(tx, RUN, 1, "ann", since=11.0)) == ["a"]
 
 
-def test_groups_of_a_step_page_by_page_for_their_owner_only(store: Store) -> None:
+def test_groups_of_a_step_for_their_owner_only(store: Store) -> None:
     add(store, group("a"), group("b"), group("c", owner="bob"), group("d", step=2), group("e", step=None))
     assert names(read_step(store)) == ["a", "b"] and names(read_step(store, owner=None)) == ["a", "b", "c"]
     assert names(read_step(store, limit=1)) == ["a"]
-    assert names(read_step(store, limit=1, after=RequestId("a"))) == ["b"]
     assert names(read_step(store, step=None)) == ["e"]
-    assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("c")], owner="ann"))) == []
     assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, "ann")) == [(2, 1), (1, 2), (None, 1)]
     assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, None)) == [(2, 1), (1, 3), (None, 1)]
     assert store.read(lambda tx: kept_samples.list_groups_of_step(tx, RUN, 1, "bob")) == ["c"]
@@ -108,4 +105,4 @@ def test_samples_go_with_their_runs(store: Store) -> None:
     add(store, group("a"), group("b", model="other"))
     store.write(lambda tx: kept_samples.remove_runs(tx, [RUN]))
     assert read_step(store) == []
-    assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("b")], owner="ann"))) == ["b"]
+    assert names(store.read(lambda tx: kept_samples.read_step(tx, "other", 1, 10, owner="ann"))) == ["b"]

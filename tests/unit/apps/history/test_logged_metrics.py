@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from skyrl_tx.apps.history import logged_metrics
@@ -14,12 +16,8 @@ def point(number: int, **values: float | None) -> NewLoggedPoint:
     return NewLoggedPoint(log_id=f"log-{number}", step=number, values=values or {"reward": number / 10})
 
 
-def write(
-    store: Store, *points: NewLoggedPoint, run: LoggedRun = RUN, now: float = 10.0, model_id: ModelId | None = None
-) -> int:
-    return store.write(
-        lambda tx: logged_metrics.add_points(tx, logged_metrics.open_run(tx, run, now, model_id=model_id), points, now)
-    )
+def write(store: Store, *points: NewLoggedPoint, run: LoggedRun = RUN, now: float = 10.0) -> int:
+    return store.write(lambda tx: logged_metrics.add_points(tx, logged_metrics.open_run(tx, run, now), points, now))
 
 
 def steps(store: Store, owner: str | None = "ann", **wanted: int) -> list[int]:
@@ -117,19 +115,19 @@ def test_old_runs_are_pruned_by_their_last_point(store: Store) -> None:
 
 def test_points_of_a_model_are_those_of_all_its_runs(store: Store) -> None:
     model_id = ModelId("run-1")
-    write(store, point(1), model_id=model_id)
-    write(store, point(2), run=LoggedRun(owner="ann", project="", key=model_id, name="m"), model_id=model_id)
+    write(store, point(1), run=replace(RUN, model_id=model_id))
+    write(store, point(2), run=LoggedRun(owner="ann", project="", key=model_id, name="m", model_id=model_id))
     write(store, point(3), run=LoggedRun(owner="ann", project="", key="else", name="m"))
-    read = store.read(lambda tx: logged_metrics.read_points_of_model(tx, model_id))
+    read = store.read(lambda tx: logged_metrics.read_points(tx, logged_metrics.list_run_ids(tx, model_id)))
     assert [(found.project, found.run, found.step) for found in read] == [("gsm8k", "first", 1), ("", "m", 2)]
-    store.write(lambda tx: logged_metrics.forget_model(tx, model_id))
-    assert store.read(lambda tx: logged_metrics.read_points_of_model(tx, model_id)) == []
+    store.write(lambda tx: logged_metrics.forget_models(tx, [model_id]))
+    assert store.read(lambda tx: logged_metrics.read_points(tx, logged_metrics.list_run_ids(tx, model_id))) == []
     store.write(lambda tx: logged_metrics.prune(tx, 1.0, limit=100))
     assert [run.key for run in store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))] == ["else"]
 
 
 def test_the_first_config_stays(store: Store) -> None:
     for config in (None, {"lora_rank": 8}, {"lora_rank": 16}):
-        store.write(lambda tx, config=config: logged_metrics.open_run(tx, RUN, 1.0, config=config))
+        store.write(lambda tx, config=config: logged_metrics.open_run(tx, RUN, 1.0, config))
     (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
     assert run.config == {"lora_rank": 8}

@@ -6,8 +6,7 @@ Values that are not finite are null.
 import math
 
 from skyrl_tx.apps.history import points
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.apps.history.points import Point, PointKind
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
 

@@ -9,10 +9,9 @@ from sqlmodel import update
 
 from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.curves import fold_points
-from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedPoint, LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.points import Point, SampleTotals
+from skyrl_tx.apps.history.logged_metrics import CLIENT_RUN, LoggedPoint, LoggedRun, LoggedRunRow, NewLoggedPoint
+from skyrl_tx.apps.history.points import LOSS_WEIGHT, Point, SampleTotals
 from skyrl_tx.apps.history.run_report import draw_sparkline, get_last_loss, make_curves
-from skyrl_tx.apps.history.tables import LOSS_WEIGHT, LoggedRunRow
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
@@ -52,7 +51,7 @@ def data_dir(tmp_path: Path) -> Path:
                 points.add(tx, point(10 * step + part, "train", step, values))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
 
-        row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
+        row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n", model_id=RUN), 3.0)
         rewards = [NewLoggedPoint(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
         logged_metrics.add_points(tx, row, rewards, 3.0)
         tx.add(

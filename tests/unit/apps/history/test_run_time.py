@@ -8,11 +8,11 @@ from sqlalchemy import delete
 from sqlmodel import Session, col
 
 from skyrl_tx.apps.history import kept_samples, points
-from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
-from skyrl_tx.apps.history.points import Point, SampleTotals
+from skyrl_tx.apps.history.breakdown import read_breakdown
+from skyrl_tx.apps.history.hints import describe_last_run
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
+from skyrl_tx.apps.history.points import Point, PointKind, SampleTotals
 from skyrl_tx.apps.history.run_report import format_report, read_report
-from skyrl_tx.apps.history.run_time import describe_last_run, read_breakdown
-from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract import codec
@@ -87,8 +87,8 @@ def add_samples(tx: Session, run: ModelId, number: int) -> None:
     points.add_sampled(tx, run, "ann", sums)
     tokens, logprobs = np.array([1], np.int32), np.array([-1.0], np.float32)
     for index in range(4):
-        sample = NewSample(sequence_id=f"{number}-{index}", tokens=tokens, logprobs=logprobs, stop_reason="stop")
-        group = NewGroup(
+        sample = KeptSample(sequence_id=f"{number}-{index}", tokens=tokens, logprobs=logprobs, stop_reason="stop")
+        group = KeptGroup(
             request_id=RequestId(f"sample-{10 * number + index}"),
             model_id=run,
             step=number,

@@ -13,8 +13,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 
 from skyrl_tx.apps.history import timeline, trace_pb2
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.apps.history.points import Point, PointKind
 from skyrl_tx.apps.history.timeline import RequestTimes, TimelineGroup, TimelineSpan, encode_trace, make_model_group
 from skyrl_tx.contract.ids import ModelId, RequestId
 
@@ -40,6 +39,7 @@ def request(position: int, **changed: object) -> RequestTimes:
     values = {
         "position": position,
         "request_id": RequestId(f"req-{position}"),
+        "owner": "ann",
         "kind": "optim_step",
         "model_id": ModelId("run-1"),
         "sampling_session_id": None,
