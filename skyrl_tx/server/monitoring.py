@@ -6,6 +6,7 @@ reads neither the database nor the disk, and one row of the server's history.
 """
 
 import logging
+import math
 import shutil
 import threading
 import time
@@ -30,6 +31,7 @@ from skyrl_tx.store.engine_state import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
 
+_log = logging.getLogger(__name__)
 _AUTH_REASONS = "missing_key", "wrong_key", "ended_key", "throttled", "scope"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 45.0)
 _WAKEUPS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -61,6 +63,24 @@ _FIRST_PARTS: Mapping[str, str] = {
 All remaining paths, such as pages and unknown paths, belong to the group `other`.
 """
 
+_RATES: Mapping[str, str] = {
+    "training_tokens": "training_tokens_per_s",
+    "generation_tokens": "sampled_tokens_per_s",
+    "prompt_tokens": "prompt_tokens_per_s",
+    "prompt_tokens_cached": "prompt_tokens_cached_per_s",
+    "requests_completed": "requests_completed_per_s",
+    "requests_failed": "requests_failed_per_s",
+    "optim_steps": "optim_steps_per_s",
+}
+"""The engine's totals, and the names of the rates that are computed from them."""
+_BACKEND_RATES = (
+    ("padding_tokens", "padding_tokens_per_s", math.inf),
+    ("compile_seconds", "compile_share", 1.0),
+)
+"""Totals of a backend, the names of their rates, and the largest value of each rate."""
+_GROUPS = "totals", "device_seconds", "queues", "places", "backend"
+"""The groups of metrics that an engine publishes."""
+
 
 class HttpGroup:
     """The metrics of one group of routes."""
@@ -77,16 +97,16 @@ class HttpGroups:
     Paths are not used as labels, because clients can make up any number.
     """
 
-    def __init__(self, make: Callable[[str], HttpGroup]) -> None:
+    def __init__(self, requests: Counter, seconds: Histogram) -> None:
         names = dict.fromkeys([*_PATHS, *_FIRST_PARTS.values(), "other"])
-        groups = {name: make(name) for name in names}
-        self.known = {f"{API_PREFIX}/{path}": groups[name] for name, paths in _PATHS.items() for path in paths}
+        groups = {name: HttpGroup(name, requests, seconds) for name in names}
+        self._by_path = {f"{API_PREFIX}/{path}": groups[name] for name, paths in _PATHS.items() for path in paths}
         self._by_first_part = {part: groups[name] for part, name in _FIRST_PARTS.items()}
         self._other = groups["other"]
 
-    def get_by_first_part(self, path: str) -> HttpGroup:
-        """Return the group of a path that is not in `known`."""
-        return self._by_first_part.get(path[1:].partition("/")[0], self._other)
+    def find(self, path: str) -> HttpGroup:
+        """Return the group of a path."""
+        return self._by_path.get(path) or self._by_first_part.get(path[1:].partition("/")[0], self._other)
 
 
 class ApiMetrics:
@@ -104,7 +124,7 @@ class ApiMetrics:
         http_seconds = histogram(
             "http_request_duration_seconds", "From head to end of the response.", ["group"], buckets=_SECONDS
         )
-        self.http = HttpGroups(lambda name: HttpGroup(name, http_requests, http_seconds))
+        self.http = HttpGroups(http_requests, http_seconds)
 
         # Long polls, refusals and commits
         self.polls_waiting = gauge("polls_waiting", "Open long polls.")
@@ -143,21 +163,6 @@ class ApiMetrics:
             self._backpressure.labels(reason).inc()
 
 
-_log = logging.getLogger(__name__)
-_RATES: Mapping[str, str] = {
-    "training_tokens": "training_tokens_per_s",
-    "generation_tokens": "sampled_tokens_per_s",
-    "prompt_tokens": "prompt_tokens_per_s",
-    "prompt_tokens_cached": "prompt_tokens_cached_per_s",
-    "requests_completed": "requests_completed_per_s",
-    "requests_failed": "requests_failed_per_s",
-    "optim_steps": "optim_steps_per_s",
-}
-"""The engine's totals, and the names of the rates that are computed from them."""
-_GROUPS = "totals", "device_seconds", "queues", "places", "backend"
-"""The groups of metrics that an engine publishes."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineReading:
     """The engine's published metrics at one point in time."""
@@ -184,20 +189,19 @@ def compute_rates(before: EngineReading | None, after: EngineReading | None) -> 
     """
     if before is None or after is None or before.boot_id != after.boot_id or after.at <= before.at:
         return {}
-    seconds = after.at - before.at
-    rates = {
-        name: round(max(after.meters["totals"].get(total, 0) - before.meters["totals"].get(total, 0), 0) / seconds, 3)
-        for total, name in _RATES.items()
-    }
-    for work, value in after.meters["device_seconds"].items():
-        busy_s = max(value - before.meters["device_seconds"].get(work, 0.0), 0.0)
-        rates[f"{work}_share"] = round(min(busy_s / seconds, 1.0), 4)
+    old, new = before.meters, after.meters
+
+    def compute_rate(group: str, name: str) -> float:
+        return max(new[group].get(name, 0) - old[group].get(name, 0), 0) / (after.at - before.at)
+
+    rates = {name: round(compute_rate("totals", total), 3) for total, name in _RATES.items()}
+    for work in new["device_seconds"]:
+        rates[f"{work}_share"] = round(min(compute_rate("device_seconds", work), 1.0), 4)
 
     # Work of the backend, if it counts it
-    for name, rate, most in ("padding_tokens", "padding_tokens_per_s", None), ("compile_seconds", "compile_share", 1.0):
-        if name in before.meters["backend"] and name in after.meters["backend"]:
-            per_s = max(after.meters["backend"][name] - before.meters["backend"][name], 0) / seconds
-            rates[rate] = round(per_s if most is None else min(per_s, most), 4)
+    for name, rate, most in _BACKEND_RATES:
+        if name in old["backend"] and name in new["backend"]:
+            rates[rate] = round(min(compute_rate("backend", name), most), 4)
     return rates
 
 
@@ -207,18 +211,14 @@ def combine_engines(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Values are added, with two exceptions. Shares of time are averaged. For memory, and for requests
     since the last snapshot, the largest value counts.
     """
-    values_by_name: dict[str, list[float]] = {}
-    for engine in engines:
-        for name, value in engine.items():
-            values_by_name.setdefault(name, []).append(value)
-    return {
-        name: max(values)
-        if name.startswith("memory_") or name == "effects_since_snapshot"
-        else sum(values) / len(values)
-        if name.endswith("_share")
-        else sum(values)
-        for name, values in values_by_name.items()
-    }
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for engine in engines for name in engine):
+        values = [engine[name] for engine in engines if name in engine]
+        if name.startswith("memory_") or name == "effects_since_snapshot":
+            combined[name] = max(values)
+        else:
+            combined[name] = sum(values) / len(values) if name.endswith("_share") else sum(values)
+    return combined
 
 
 def read_gauges(reading: EngineReading | None) -> dict[str, float]:

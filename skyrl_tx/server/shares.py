@@ -91,10 +91,6 @@ class OwnerBudget:
         """The amount that is reserved now."""
         return self._num_reserved
 
-    def get_reserved(self, owner: str) -> int:
-        """Return the amount that the requests of an owner have reserved now."""
-        return self._reserved.get(owner, 0)
-
     @asynccontextmanager
     async def reserve(self, owner: str, amount: int = 1) -> AsyncGenerator[None]:
         """Reserve an amount inside the context.

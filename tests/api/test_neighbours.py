@@ -190,7 +190,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_memory(
             b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body.encode())
         )
-        until(lambda: held.get_reserved(OWNER))
+        until(lambda: held.num_reserved)
         until(lambda: not held.num_reserved)
     assert server.post("session_heartbeat", session_id=server.session()).status_code == 200
 

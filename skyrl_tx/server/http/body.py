@@ -165,17 +165,6 @@ class Body:
             raise bad_request(f"Content-Encoding {self.encoding!r} is not supported; send zstd or none")
         return _decompress(self.raw, self.max_size)
 
-    def parse_object(self) -> dict[str, object]:
-        """Parse a JSON object.
-
-        Raises ApiError 400 if the body is not a JSON object, or if the object contains text that a
-        database cannot store.
-        """
-        request = self.parse_request()
-        if request.problem is not None:
-            raise bad_request(request.problem)
-        return dict(request.value)
-
     def parse_request(self) -> JsonRequest:
         """Parse a JSON object, and find text in it that a database cannot store.
 
@@ -197,8 +186,14 @@ class Body:
         return JsonRequest(cast(dict[str, object], value), problem)
 
     def parse_model(self, kind: type[ModelT]) -> ModelT:
-        """Parse JSON and validate it. Raises ApiError 400 that names the first wrong field."""
-        return validate_object(kind, self.parse_object())
+        """Parse a JSON object and validate it.
+
+        Raises ApiError 400 that names the first wrong field, or text that a database cannot store.
+        """
+        request = self.parse_request()
+        if request.problem is not None:
+            raise bad_request(request.problem)
+        return validate_object(kind, request.value)
 
     def parse_message(self, kind: type[MessageT]) -> MessageT:
         """Parse a protobuf message. Raises ApiError 400, or 413 if it has too many parts."""

@@ -207,7 +207,7 @@ class RequestGuard:
 
 def _wrap_send(groups: HttpGroups, path: str, send: Send) -> Send:
     """Return a `send` that counts the response and measures its time."""
-    group = groups.known.get(path) or groups.get_by_first_part(path)
+    group = groups.find(path)
     started = time.monotonic()
 
     async def send_and_count(message: Message) -> None:

@@ -65,8 +65,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
         if is_taken:
             raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
         if existing is None:
-            sampler = _find_sampler_id(tx, call.caller, path)
-            _insert_sampling_session(tx, call.caller, session_id, name, base_model, path_text, sampler)
+            _insert_sampling_session(tx, call.caller, session_id, name, base_model, path)
 
     call.add_stored(len(call.body.raw))
     call.store.write(work)
@@ -335,30 +334,30 @@ def find_or_create_sampling_session(
     """
     path_text = None if path is None else str(path)
 
-    def find(tx: Session) -> tuple[SessionId | None, SamplerId | None, SamplingSessionRow | None]:
+    def find(tx: Session) -> tuple[SessionId | None, SamplingSessionRow | None]:
         session_id = sessions.find_unfinished(tx, caller.owner, kind)
         sampler = _find_sampler_id(tx, caller, path)
         if session_id is None:
-            return None, sampler, None
-        return session_id, sampler, sampling_sessions.find(tx, session_id, path_text, sampler)
+            return None, None
+        return session_id, sampling_sessions.find(tx, session_id, path_text, sampler)
 
     # The usual case needs no write: the sampling session exists, and its heartbeat is recent.
     def find_recent(tx: Session) -> SamplingSessionRow | None:
-        session_id, _, row = find(tx)
+        session_id, row = find(tx)
         session = None if session_id is None else sessions.find(tx, session_id)
         is_recent = session is not None and session.last_heartbeat_at > time.time() - _HEARTBEAT_EVERY_S
         return row if is_recent else None
 
     def create(tx: Session) -> SamplingSessionRow:
         now = time.time()
-        session_id, sampler, row = find(tx)
+        session_id, row = find(tx)
         if session_id is None:
             session_id = sessions.create(tx, owner=caller.owner, display_name=kind, now=now)
         sessions.record_heartbeat(tx, session_id, now)  # no client sends heartbeats for this session
         if row is not None:
             return row
         name = _choose_free_name(tx, session_id)
-        return _insert_sampling_session(tx, caller, session_id, name, base_model, path_text, sampler)
+        return _insert_sampling_session(tx, caller, session_id, name, base_model, path)
 
     return store.read(find_recent) or store.write(create)
 
@@ -392,18 +391,21 @@ def _insert_sampling_session(
     session_id: SessionId,
     name: SamplingSessionId,
     base_model: str,
-    path: str | None,
-    sampler: SamplerId | None,
+    path: CheckpointPath | None,
 ) -> SamplingSessionRow:
-    """Insert a sampling session, and record in the audit log that its checkpoint is read."""
+    """Insert a sampling session, and record in the audit log that its checkpoint is read.
+
+    Raises ApiError 404 if the caller may read no checkpoint at this path.
+    """
     now = time.time()
+    sampler = _find_sampler_id(tx, caller, path)
     if path is not None:
         audit.record(tx, "checkpoint_read", caller.actor, now, path=path, purpose="sample")
     row = SamplingSessionRow(
         sampling_session_id=name,
         session_id=session_id,
         base_model=base_model,
-        model_path=path,
+        model_path=None if path is None else str(path),
         sampler_id=sampler,
         created_at=now,
         last_used_at=now,

@@ -1,7 +1,6 @@
 """Endpoints for client sessions and for searching them."""
 
 import logging
-import re
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -18,7 +17,7 @@ from skyrl_tx.server.http.responses import make_list_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.schemas.base import describe_body, to_utc_time
+from skyrl_tx.server.schemas.base import describe_body, parse_version, to_utc_time
 from skyrl_tx.store import audit, checkpoints, models, sampling_sessions, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import get_existing
@@ -33,7 +32,6 @@ _LOSS_DIFFERENCES = (
 )
 NEWEST_TESTED_SDK = 0, 38
 """The newest release of the SDK that the tests run. A client that uses a newer release gets a warning."""
-_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
 _SESSIONS_PER_QUERY = 200
 _ACTIVE_S = 600.0
 """A session is active if its last heartbeat is less than this many seconds old.
@@ -94,8 +92,8 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     # Tell the client what differs from Tinker, and what extensions say about the session.
     response = {"type": "create_session", "session_id": str(created)}
     response["info_message"] = "\n".join((*_collect_info_lines(call, request, created), _LOSS_DIFFERENCES))
-    version = _VERSION.match(call.sdk_version)
-    if version is not None and (int(version[1]), int(version[2])) > NEWEST_TESTED_SDK:
+    version = parse_version(call.sdk_version)
+    if version is not None and version > NEWEST_TESTED_SDK:
         tested = ".".join(map(str, NEWEST_TESTED_SDK))
         response["warning_message"] = (
             f"this server was tested with releases of tinker up to {tested}, and the client has {call.sdk_version}: "

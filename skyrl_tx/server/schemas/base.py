@@ -3,6 +3,7 @@
 Requests keep unknown fields, so that the server can refuse or log them.
 """
 
+import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
@@ -21,6 +22,7 @@ SHARE_PREFIXES = "skyrl_tx.share_prefixes"
 """The key of metadata that says whether passes of a run share prefixes, see `ModelSpec`."""
 SAMPLED_LOGPROBS = "skyrl_tx.sampled_logprobs"
 """The key of metadata with the `SampledLogprobs` of a session."""
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
 _MAX_METADATA_CHARS = 2**16
 _MAX_NAMES = 64
 _MAX_DIGITS = 9
@@ -145,6 +147,12 @@ class SampleRequestIds(WireModel):
     model_path: str | None = None
     seq_id: SeqId | None = None
     num_samples: Int = 1
+
+
+def parse_version(text: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version, for example (0, 38) for "0.38.1"."""
+    version = _VERSION.match(text)
+    return None if version is None else (int(version[1]), int(version[2]))
 
 
 def to_utc_time(seconds: float) -> datetime:

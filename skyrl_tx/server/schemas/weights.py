@@ -4,7 +4,6 @@ The schemas for uploads and for searching checkpoints are *unverified*: they fol
 pages of SDK 0.39 and 0.40, and neither release could be tested yet.
 """
 
-import re
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -20,11 +19,11 @@ from skyrl_tx.server.schemas.base import (
     Table,
     TextMetadata,
     WireModel,
+    parse_version,
 )
 from skyrl_tx.server.schemas.service import SearchOwner
 from skyrl_tx.server.schemas.training import LoraConfig, OptimizerConfig
 
-_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\b")
 _FIRST_WITH_HEADERS = 0, 40
 
 
@@ -204,8 +203,8 @@ class ExternalWeightsUploadStartResponse(Response):
         cls, upload_id: str, urls: dict[str, str], expires: datetime, sdk_version: str
     ) -> "ExternalWeightsUploadStartResponse":
         """Create the response for a version of the SDK."""
-        version = _VERSION.match(sdk_version)
-        if version is None or (int(version[1]), int(version[2])) < _FIRST_WITH_HEADERS:
+        version = parse_version(sdk_version)
+        if version is None or version < _FIRST_WITH_HEADERS:
             return cls(upload_id=upload_id, urls=urls, expires=expires)
         objects = {name: ExternalWeightsUploadURL(url=url, headers={}) for name, url in urls.items()}
         return cls(upload_id=upload_id, urls=objects, expires=expires)

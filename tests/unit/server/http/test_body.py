@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import Body, BodyLimits, read_body
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.schemas.service import FinishRequest
 from skyrl_tx.server.submission import wire_pb2
 
@@ -60,12 +61,12 @@ def test_frame_with_a_wrong_stated_size_is_refused() -> None:
 )
 def test_other_json_than_objects_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
-        body(data).parse_object()
+        body(data).parse_model(WireModel)
     assert error.value.status == 400
 
 
 def test_empty_body_is_an_empty_object() -> None:
-    assert body(b"").parse_object() == {}
+    assert body(b"").parse_request().value == {}
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,13 @@ def test_empty_body_is_an_empty_object() -> None:
 )
 def test_text_that_no_database_stores_is_named(data: bytes, place: str) -> None:
     with pytest.raises(ApiError, match="U\\+0000") as error:
-        body(data).parse_object()
+        body(data).parse_model(WireModel)
     assert error.value.detail.startswith(f"{place}: ")
 
 
 def test_pairs_of_surrogates_and_escaped_backslashes_are_text() -> None:
-    assert body(b'{"a": "\\ud83d\\ude00", "b": "\\\\u0000"}').parse_object() == {"a": "\U0001f600", "b": "\\u0000"}
+    request = body(b'{"a": "\\ud83d\\ude00", "b": "\\\\u0000"}').parse_request()
+    assert request.value == {"a": "\U0001f600", "b": "\\u0000"} and request.problem is None
 
 
 def test_first_wrong_field_is_named() -> None:
