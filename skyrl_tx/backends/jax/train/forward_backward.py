@@ -26,7 +26,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import compiler
 from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.contract.losses import TARGET_TOKENS
-from skyrl_tx.layers.flash_attention import KeyRange
+from skyrl_tx.layers.attention import KeyRange
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.losses import LOSSES, MEANS, Loss, LossOutput
