@@ -15,11 +15,10 @@ from skyrl_tx.contract.errors import BackendLost, FieldError, RequestError, Serv
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.activity import DeviceClock
-from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.observers import ResultObservers
+from skyrl_tx.engine.extension import Admission, ResultObservers
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.retention import Retention

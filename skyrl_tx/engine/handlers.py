@@ -32,7 +32,7 @@ from skyrl_tx.contract.requests import (
     UnloadModel,
 )
 from skyrl_tx.contract.state_files import CONFIG_FILE
-from skyrl_tx.engine import prepare
+from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import LiveModel
@@ -82,7 +82,7 @@ def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
 def _create_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: CreateModel) -> None:
     model = context.models.get(model_id, creating=True)
     try:
-        prepare.check_create(request, context.capabilities, context.settings.base_models)
+        request_checks.check_create(request, context.capabilities, context.settings.base_models)
         context.models.free_slot()
         context.backend.create_model(model_id, request.spec)
     except Exception as error:
@@ -109,7 +109,7 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     # Load the checkpoint.
     try:
         current = None if request.create else model.spec
-        prepare.check_load(request, context.capabilities, context.settings.base_models, current)
+        request_checks.check_load(request, context.capabilities, context.settings.base_models, current)
         if not model.is_resident:
             context.models.free_slot()
         context.recovery.load(model_id, request, model.spec)
@@ -165,7 +165,7 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
         advice = "send all passes of this step again, then optim_step; the weights are unchanged"
         _drop_gradient(context, queued, model, f"the gradient {cause}; {advice}")
         return
-    prepare.check_optim(request.params)
+    request_checks.check_optim(request.params)
 
     # Check the gradient.
     taken = DeviceTime("step")
@@ -216,7 +216,7 @@ def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveMod
 
 def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
     model = context.models.get(model_id)
-    prepare.check_save(request)
+    request_checks.check_save(request)
     if request.name is None:
         _save_ephemeral(context, queued, model_id, request)
         return

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter as Totals
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,6 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelPass, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepOutput, Result, SampleOutput
 from skyrl_tx.engine.activity import Watchdog
-from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.process.progress import get_progress
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import StoreError, StoreUnreachable, engine_state
@@ -60,6 +59,17 @@ _WORK_BY_CALL: Mapping[str, Work] = {
 
 Other calls take no noticeable time.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokenCounts:
+    """The tokens of a sample request so far, also of a request that was cancelled."""
+
+    prompt: int
+    """Prompt tokens that were computed."""
+    cached: int
+    """Prompt tokens that were found in the prefix cache."""
+    sampled: int
 
 
 class _BackendMeters(Collector):

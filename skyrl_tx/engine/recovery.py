@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, ArtifactsUnreachable
-from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
@@ -23,7 +23,6 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import StoreUnreachable, futures, models
 from skyrl_tx.store.database import Store
@@ -157,12 +156,6 @@ class Recovery:
         while page := self.store.read(partial(futures.read_log, model_id=model_id, effect_order=after, limit=1)):
             yield page[0]
             after = page[0].effect_order or 0
-
-    def read_sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
-        """Return the position of a model in its sequence, from the requests that have results."""
-        last = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id))
-        barrier = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
-        return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
         """Open a snapshot.

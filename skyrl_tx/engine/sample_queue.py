@@ -20,7 +20,7 @@ from typing import NamedTuple
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine.admission import Admission, Fail, Wait
+from skyrl_tx.engine.extension import Admission, Fail, Wait
 from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 

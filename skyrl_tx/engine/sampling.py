@@ -14,16 +14,13 @@ from skyrl_tx.contract.errors import ServerError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
-from skyrl_tx.engine import prepare
+from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.backend_checks import check_deltas
-from skyrl_tx.engine.constraints import Constraints
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import SlotsBusy
 from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
-from skyrl_tx.engine.running_request import RunningRequest
-from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
+from skyrl_tx.engine.sample_requests import Constraints, RunningRequest, SampleAssembler
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import completions, recorded_logprobs, sampling_sessions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
@@ -70,7 +67,7 @@ class SamplingExecutor:
                 raise (ServerError if queued.is_damaged else UserError)(queued.request.message)
             if not isinstance(queued.request, Sample):
                 raise UserError(f"{queued.kind}: model_id is missing")
-            prepare.check_sample(queued.request, self._context.capabilities)
+            request_checks.check_sample(queued.request, self._context.capabilities)
 
             # The request must fit into the memory for samples: otherwise the API could never admit
             # it.
@@ -156,7 +153,7 @@ class SamplingExecutor:
         try:
             with clock.measure_call(taken):
                 deltas = self._context.backend.step_sample()
-            check_deltas(len(deltas), self._num_live)
+            prepare.check_deltas(len(deltas), self._num_live)
         except FATAL_ERRORS:
             raise
         except Exception as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.engine.admission import START, Admission, Fail, Wait
+from skyrl_tx.engine.extension import START, Admission, Fail, Wait
 from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 

@@ -11,7 +11,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import ErrorCategory, ServerError
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
-from skyrl_tx.engine import backend_checks, prepare
+from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
@@ -252,7 +252,7 @@ class TrainingExecutor:
         try:
             queued.check_crashes(self._context.settings.max_attempts)
             self._context.models.get(queued.model_id)
-            prepare.check_pass(request, self._context.capabilities)
+            request_checks.check_pass(request, self._context.capabilities)
             examples = prepare.make_pass_examples(
                 queued.request_id, queued.model_id, request, self._context.capabilities
             )
@@ -267,7 +267,7 @@ class TrainingExecutor:
         A request whose results have the wrong form fails. With a wrong number of results, all fail.
         """
         try:
-            backend_checks.check_pass_count(len(results), sum(len(request.examples) for request in requests))
+            prepare.check_pass_count(len(results), sum(len(request.examples) for request in requests))
         except ServerError as error:
             for request in requests:
                 self._context.fail(request.queued, error)
@@ -281,7 +281,7 @@ class TrainingExecutor:
             own_results = results[start : start + len(request.examples)]
             start += len(request.examples)
             try:
-                backend_checks.check_pass_results(request.examples, own_results)
+                prepare.check_pass_results(request.examples, own_results)
             except ServerError as error:
                 self._context.fail(request.queued, error)
                 continue

@@ -22,7 +22,7 @@ import pytest
 import zstandard
 
 import skyrl_tx
-from skyrl_tx.engine.sample_output import StopStringMatcher
+from skyrl_tx.engine.sample_requests import StopStringMatcher
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store import keys

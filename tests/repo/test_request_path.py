@@ -20,7 +20,9 @@ SETTLE_S = 1.2
 
 Afterwards the API reads the caller's key again, which it does at most once a second.
 """
-LOOPS = {f"skyrl_tx.{name}" for name in ("engine.engine", "store.database", "store.sqlite", "store.writer")}
+LOOPS = {
+    f"skyrl_tx.{name}" for name in ("engine.engine", "engine.loop", "store.database", "store.sqlite", "store.writer")
+}
 """Modules that both an idle server and a request execute."""
 TOKENS = list(range(1, 33))
 DATUM = {

@@ -33,9 +33,9 @@ from skyrl_tx.apps.teams.quotas import (
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Sample, SaveWeights
 from skyrl_tx.contract.results import Failure, Result
-from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
+from skyrl_tx.engine.extension import START, Admission, Decision, Fail, Wait
+from skyrl_tx.engine.metrics import SampledTokenCounts
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause
 

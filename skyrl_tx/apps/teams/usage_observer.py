@@ -10,8 +10,8 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RetentionRule
+from skyrl_tx.engine.metrics import SampledTokenCounts
 from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
-from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin

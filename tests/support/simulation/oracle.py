@@ -15,7 +15,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.engine import prepare
-from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.engine.sample_requests import SampleAssembler
 from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.model import FakeSnapshot

@@ -49,8 +49,8 @@ _IDLE_S = 5.0
 IDLE_PERIODS = {
     ("skyrl_tx.engine.metrics", "_STATUS_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.activity", "_PERIOD_S"): _IDLE_S,
-    ("skyrl_tx.engine.engine", "_MAX_WAIT_S"): _IDLE_S,
-    ("skyrl_tx.engine.engine", "_PRUNE_PERIOD_S"): _IDLE_S,
+    ("skyrl_tx.engine.loop", "_MAX_WAIT_S"): _IDLE_S,
+    ("skyrl_tx.engine.loop", "_PRUNE_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.server.http.long_poll", "_WAIT_S"): _IDLE_S,
     ("skyrl_tx.store.sqlite", "_POLL_S"): _IDLE_S,
 }

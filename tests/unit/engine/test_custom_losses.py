@@ -12,7 +12,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, ModelPass
 from skyrl_tx.contract.results import PassResult
-from skyrl_tx.engine import prepare
+from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
 
@@ -50,7 +50,7 @@ def model_pass(*data: Datum, loss: CustomLoss = LOSS) -> ModelPass:
 
 def test_the_backend_gets_the_loss_and_float32_inputs_of_its_ranks() -> None:
     request = model_pass(datum(), datum(7))
-    prepare.check_pass(request, OFFERED)
+    request_checks.check_pass(request, OFFERED)
     first, second = prepare.make_pass_examples(RequestId("r"), ModelId("m"), request, OFFERED)
     assert first.custom is LOSS and first.loss == "custom" and second.tokens.size == 7
     assert {name: (array.shape, array.dtype.name) for name, array in first.loss_inputs.items()} == {
@@ -79,7 +79,7 @@ def test_the_backend_gets_the_loss_and_float32_inputs_of_its_ranks() -> None:
 )
 def test_data_that_do_not_fit_the_loss_are_refused(data: tuple[Datum, ...], text: str) -> None:
     with pytest.raises(UserError) as raised:
-        prepare.check_pass(model_pass(*data), OFFERED)
+        request_checks.check_pass(model_pass(*data), OFFERED)
     assert text in raised.value.message
 
 
@@ -87,14 +87,14 @@ def test_a_loss_that_takes_too_much_memory_is_refused() -> None:
     chain = tuple(Operation(name="exp", values=(index + 2,)) for index in range(1, 1024))
     large = replace(WIDE, operations=(Operation(name="exp", values=(0,)), *chain))
     wide = datum(512, target_tokens=np.ones((512, 64), np.int64), a=np.ones(512), scale=np.ones(1))
-    prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations[:1000])), OFFERED)
+    request_checks.check_pass(model_pass(wide, loss=replace(large, operations=large.operations[:1000])), OFFERED)
     with pytest.raises(UserError, match="for its 512 tokens; must be at most"):
-        prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations * 3)), OFFERED)
+        request_checks.check_pass(model_pass(wide, loss=replace(large, operations=large.operations * 3)), OFFERED)
 
 
 def test_a_backend_without_custom_losses_refuses_them() -> None:
     with pytest.raises(UserError, match="loss_fn 'custom' is not one of"):
-        prepare.check_pass(model_pass(datum()), replace(OFFERED, offers_custom_losses=False))
+        request_checks.check_pass(model_pass(datum()), replace(OFFERED, offers_custom_losses=False))
 
 
 def test_metrics_of_datums_are_summed_or_averaged() -> None:

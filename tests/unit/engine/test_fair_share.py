@@ -19,7 +19,7 @@ from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.results import SampleDelta
-from skyrl_tx.engine.admission import START, Admission, Decision, Wait
+from skyrl_tx.engine.extension import START, Admission, Decision, Wait
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit

@@ -7,7 +7,7 @@ import pytest
 from sqlmodel import select
 
 from skyrl_tx.contract.backend import Pass
-from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine import loop
 from skyrl_tx.store import futures
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -171,13 +171,13 @@ def test_long_pass_of_one_owner_has_half_of_the_micro_batches_next_to_many_of_an
 
 def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatch):
     """With one adapter slot, housekeeping forgets the model that is not on the device."""
-    cursors, read = [], Recovery.read_sequence_cursor
+    cursors, read = [], loop.read_sequence_cursor
 
-    def sequence_cursor(self, model_id):
-        cursors.append((model_id, read(self, model_id).next_seq))
-        return read(self, model_id)
+    def read_cursor(store, model_id):
+        cursors.append((model_id, read(store, model_id).next_seq))
+        return read(store, model_id)
 
-    monkeypatch.setattr(Recovery, "read_sequence_cursor", sequence_cursor)
+    monkeypatch.setattr(loop, "read_sequence_cursor", read_cursor)
     harness = make_harness({"max_models": 1}, housekeeping_interval_s=0.01, gap_timeout_s=100.0)
     first, created = harness.create("first")
     harness.run(created)

@@ -15,9 +15,8 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import PromptOptions, SampledLogprobs, SamplingControls, SamplingParams
 from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, SampleOutput, TopK, TrainerGap
-from skyrl_tx.engine import prepare
-from skyrl_tx.engine.sample_output import SampleAssembler
-from skyrl_tx.engine.sampling_checks import check_params
+from skyrl_tx.engine import prepare, request_checks
+from skyrl_tx.engine.sample_requests import SampleAssembler
 from skyrl_tx.server.http.responses import encode_pass
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -106,7 +105,7 @@ def test_logprobs_that_the_sampler_does_not_offer_are_refused_by_name(kind: str)
 
     def check(offered: frozenset[SampledLogprobs], **params: Any) -> None:
         sample = SamplingParams(seed=1, max_tokens=4, raw_logprobs=kind == "raw" or UNSET, **params)
-        check_params(sample, replace(CAPABILITIES, sampled_logprobs=offered))
+        request_checks.check_params(sample, replace(CAPABILITIES, sampled_logprobs=offered))
 
     others = frozenset[SampledLogprobs]({"tempered", "raw"} - {kind})
     for offered in (others, frozenset[SampledLogprobs]()):

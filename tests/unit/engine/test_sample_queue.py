@@ -7,7 +7,7 @@ from itertools import count
 
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
-from skyrl_tx.engine.admission import START, Admission, Fail, Wait
+from skyrl_tx.engine.extension import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_queue_key
 from tests.support.engine_harness import sample

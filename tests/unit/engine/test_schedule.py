@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoraSpec, ModelSpec, Rejected
-from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
+from skyrl_tx.engine.extension import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import MAX_RUNNING_BATCHES, Schedule, SequenceCursor
 from tests.support.engine_harness import datum, forward_backward, optim_step

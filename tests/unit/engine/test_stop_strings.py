@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.engine.sample_output import StopStringMatcher
+from skyrl_tx.engine.sample_requests import StopStringMatcher
 
 
 def pieces(*texts):

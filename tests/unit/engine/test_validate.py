@@ -18,7 +18,7 @@ from skyrl_tx.contract.requests import (
     PromptOptions,
     SaveWeights,
 )
-from skyrl_tx.engine import prepare
+from skyrl_tx.engine import request_checks
 from skyrl_tx.testing.fake import FakeConfig
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import SPEC, datum, forward_backward, sample
@@ -36,9 +36,9 @@ def floats(*values):
 
 def test_an_example_in_training_may_have_a_limit_of_its_own():
     longer = replace(CAPABILITIES, max_training_length=33)
-    prepare.check_pass(forward_backward(data=(datum(0, 33),)), longer)
+    request_checks.check_pass(forward_backward(data=(datum(0, 33),)), longer)
     with raises("data[0].model_input has 34 tokens; an example in training has at most 33"):
-        prepare.check_pass(forward_backward(data=(datum(0, 34),)), longer)
+        request_checks.check_pass(forward_backward(data=(datum(0, 34),)), longer)
 
 
 POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
@@ -106,16 +106,16 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
 )
 def test_invalid_passes(changes, text):
     with raises(text):
-        prepare.check_pass(forward_backward(**changes), CAPABILITIES)
+        request_checks.check_pass(forward_backward(**changes), CAPABILITIES)
 
 
 def test_valid_passes():
-    prepare.check_pass(forward_backward(), CAPABILITIES)
+    request_checks.check_pass(forward_backward(), CAPABILITIES)
     for width in (3, 128):  # as many entries as there are tokens, with duplicates
         top_k = np.zeros((6, width), np.int64)
-        prepare.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
+        request_checks.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
     config = {"clip_low_threshold": 0.5}
-    prepare.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
+    request_checks.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_valid_passes():
 )
 def test_invalid_optim_steps(changes, text):
     with raises(text):
-        prepare.check_optim(OptimizerParams(**changes))
+        request_checks.check_optim(OptimizerParams(**changes))
 
 
 @pytest.mark.parametrize(
@@ -154,21 +154,21 @@ def test_invalid_optim_steps(changes, text):
 def test_invalid_lora_specs(lora, text):
     spec = ModelSpec(lora=LoraSpec(**{"rank": 2, "seed": 0, **lora}))
     with raises(text):
-        prepare.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
+        request_checks.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
 
 
 def test_invalid_models():
     with raises("base_model 'huge' is not served here; this server has tiny"):
-        prepare.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
+        request_checks.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
 
     with raises("optimizer 'dimuon' is not one of adamw"):
-        prepare.check_create(
+        request_checks.check_create(
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
 
     refused = "lora_config.train_attn, train_mlp True: this server cannot train these layers; create the client with "
     with raises(refused + "train_attn=False, train_mlp=False"):
-        prepare.check_create(
+        request_checks.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"unembed"})),
             ["tiny"],
@@ -177,7 +177,7 @@ def test_invalid_models():
     with raises(
         "lora_config.train_mlp True: this server cannot train these layers; create the client with train_mlp=F"
     ):
-        prepare.check_create(
+        request_checks.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
             ["tiny"],
@@ -192,20 +192,20 @@ def test_invalid_models():
         base_model="huge",
     )
     with raises("base_model 'huge'"):
-        prepare.check_load(load, CAPABILITIES, ["tiny"], None)
+        request_checks.check_load(load, CAPABILITIES, ["tiny"], None)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\0b", "x" * 300, "-a"])
 def test_invalid_checkpoint_names(name):
     with raises("checkpoint name"):
-        prepare.check_save(SaveWeights(kind="weights", name=name))
+        request_checks.check_save(SaveWeights(kind="weights", name=name))
 
 
 def test_invalid_saves():
     with raises("path is missing: name the checkpoint"):
-        prepare.check_save(SaveWeights(kind="weights", name=None))
+        request_checks.check_save(SaveWeights(kind="weights", name=None))
     with raises("ttl_seconds -1 must be positive"):
-        prepare.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
+        request_checks.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_invalid_saves():
 )
 def test_invalid_samples(changes, text):
     with raises(text):
-        prepare.check_sample(sample(**changes), CAPABILITIES)
+        request_checks.check_sample(sample(**changes), CAPABILITIES)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_invalid_samples(changes, text):
 )
 def test_invalid_prompt_options(options, text):
     with raises(text):
-        prepare.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
+        request_checks.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
 
 
 def test_invalid_num_samples():
     for number in (0, -1):
         with raises(f"num_samples {number} must be from 1 to 4096"):
-            prepare.check_sample(replace(sample(), num_samples=number), CAPABILITIES)
+            request_checks.check_sample(replace(sample(), num_samples=number), CAPABILITIES)

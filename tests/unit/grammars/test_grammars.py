@@ -130,7 +130,7 @@ def test_a_tokenizer_error_fails_the_request_with_the_same_message() -> None:
 
 def check_imports(_: Path) -> None:
     import skyrl_tx.apps.chat.reply_grammars
-    import skyrl_tx.engine.constraints  # noqa: F401
+    import skyrl_tx.engine.sample_requests  # noqa: F401
 
     assert "llguidance" not in sys.modules
 

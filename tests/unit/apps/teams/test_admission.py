@@ -17,9 +17,9 @@ from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.engine.admission import START, Fail, Wait
+from skyrl_tx.engine.extension import START, Fail, Wait
+from skyrl_tx.engine.metrics import SampledTokenCounts
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_output import SampledTokenCounts
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause, collect_pauses

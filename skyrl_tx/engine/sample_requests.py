@@ -1,15 +1,23 @@
-"""Assemble the output of a sample request, and find stop strings in it.
+"""A sample request in the engine: its constraint, its running samples and its output.
 
-The backend returns the tokens of a sample in several parts, called deltas.
+The backend returns the tokens of a sample in several parts, called deltas. The engine joins them,
+and looks for stop strings.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.constraints import TokenConstraint
+from skyrl_tx.contract.errors import FieldError, UserError
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import Constraint, SamplingParams
 from skyrl_tx.contract.results import (
     PromptResult,
     SampleDelta,
@@ -19,7 +27,12 @@ from skyrl_tx.contract.results import (
     TopK,
     TrainerGap,
 )
-from skyrl_tx.engine.backend_checks import check_sequence
+from skyrl_tx.engine.metrics import SampledTokenCounts
+from skyrl_tx.engine.prepare import check_sequence
+from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.grammars import CompiledGrammar, GrammarCompiler
+from skyrl_tx.store import completions
+from skyrl_tx.store.database import Store
 
 _MARGIN_CHARS = 8
 """Extra characters in the window of last tokens that is searched for stop strings.
@@ -31,15 +44,80 @@ _CHARS_PER_TOKEN = 4
 """Estimated number of characters per token, to guess how many tokens the window needs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokenCounts:
-    """The tokens of a sample request so far, also of a request that was cancelled."""
+class RequestConstraint:
+    """The compiled constraint of one request, which makes the constraints of its samples."""
 
-    prompt: int
-    """Prompt tokens that were computed."""
-    cached: int
-    """Prompt tokens that were found in the prefix cache."""
-    sampled: int
+    def __init__(self, compiler: GrammarCompiler, constraint: Constraint, stops: Collection[int], owner: str) -> None:
+        """Begin to compile a constraint of a request of an owner."""
+        self.compiled: Future[CompiledGrammar] = compiler.begin(constraint, owner)
+        self._field = constraint.field
+        self._owner = owner
+        self._compiler = compiler
+        self._stops = stops
+        self._errors: list[UserError] = []
+
+    def __call__(self) -> TokenConstraint:
+        """Return the constraint of a new sample. Raises UserError if it cannot be compiled."""
+        return self._compiler.make_matcher(self.compiled.result(), self._stops, self._owner, self._errors)
+
+    def raise_error(self) -> None:
+        """Raise a FieldError if the constraint cannot be compiled, or if a sample exceeded its limits."""
+        try:
+            if self.compiled.done():
+                self.compiled.result()
+            if self._errors:
+                raise self._errors[0]
+        except UserError as error:
+            raise FieldError(error.message, self._field) from error
+
+
+class Constraints:
+    """The constraints of requests that are about to start or run."""
+
+    def __init__(self, backend: AbstractBackend, capabilities: Capabilities, store: Store) -> None:
+        self._backend = backend
+        self._capabilities = capabilities
+        self._store = store
+        self._compiler: GrammarCompiler | None = None
+        self._requests: dict[RequestId, RequestConstraint] = {}
+
+    def prepare(self, request_id: RequestId, owner: str, params: SamplingParams) -> bool:
+        """Begin to compile the constraint of a request of an owner, and return whether the request can start.
+
+        The engine wakes when the constraint is compiled. Raises UserError if this has failed.
+        """
+        constraint = params.active_controls.constraint
+        if constraint is None:
+            return True
+
+        prepared = self._requests.get(request_id)
+        if prepared is None:
+            eos = self._capabilities.eos_token_ids
+            if self._compiler is None:
+                read = self._backend.make_tokenizer_reader()
+                self._compiler = GrammarCompiler(read, self._capabilities.vocab_size, eos)
+            stops = {*params.stop_token_ids, *(eos if params.eos_stops else ())}
+            if not stops:
+                raise UserError("response_format: the model has no token that ends a sample; send stop_token_ids")
+            prepared = RequestConstraint(self._compiler, constraint, stops, owner)
+            prepared.compiled.add_done_callback(lambda _: self._store.wake())
+            self._requests[request_id] = prepared
+
+        prepared.raise_error()
+        return prepared.compiled.done()
+
+    def get(self, request_id: RequestId) -> RequestConstraint | None:
+        """Return the constraint of a request that was prepared, or None if it has none."""
+        return self._requests.get(request_id)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Free the constraint of a request that has ended. Idempotent."""
+        self._requests.pop(request_id, None)
+
+    def close(self) -> None:
+        """Stop the threads that compile. Idempotent."""
+        if self._compiler is not None:
+            self._compiler.close()
 
 
 class SampleAssembler:
@@ -192,3 +270,40 @@ class StopStringMatcher:
                 return tokens[-count:]
             count *= 2
         return tokens
+
+
+class RunningRequest:
+    """A running request. Its first `num_started` samples have been given to the backend."""
+
+    def __init__(self, queued: QueuedRequest, assembler: SampleAssembler) -> None:
+        self.queued = queued
+        self.assembler = assembler
+        self.num_started = 0
+        self.clock_s = 0.0  # device time of its samples: the clock at their ends minus the clock at their starts
+        self.first_token_at = 0.0
+        self.num_streamed = Counter[int]()  # tokens that were streamed, by sample index
+        request = assembler.request
+        self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
+
+    @property
+    def num_left(self) -> int:
+        """Number of samples that have not started."""
+        return self.assembler.request.num_samples - self.num_started
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that have started but not ended."""
+        return self.assembler.num_open - self.num_left
+
+    def take_partial(self, delta: SampleDelta) -> completions.Partial:
+        """Return the new tokens of a streamed sample, for clients."""
+        start = self.num_streamed[delta.index]
+        self.num_streamed[delta.index] += delta.tokens.size
+        return completions.Partial(
+            request_id=delta.request_id,
+            sample_index=delta.index,
+            start=start,
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            topk=delta.topk,
+        )
