@@ -15,13 +15,11 @@ from skyrl_tx.contract.errors import BackendLost, FieldError, RequestError, Serv
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.activity import DeviceClock
-from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.background_writer import BackgroundWriter, EphemeralSamplers
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
-from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.extension import Admission, ResultObservers
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
-from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import StoreError
 from skyrl_tx.store.database import Store
@@ -69,7 +67,6 @@ class EngineContext:
     samplers: SamplerCache
     ephemeral_samplers: EphemeralSamplers
     observers: ResultObservers
-    retention: Retention
     admission: Admission
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:

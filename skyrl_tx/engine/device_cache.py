@@ -19,8 +19,7 @@ from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.background_writer import BackgroundWriter, EphemeralSamplers
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import RequestLog
 from skyrl_tx.engine.settings import EngineSettings

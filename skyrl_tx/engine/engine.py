@@ -26,17 +26,15 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import handlers, membership
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, Watchdog, monitor_backend
-from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.background_writer import BackgroundWriter, EphemeralSamplers
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, report_internal_error
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
-from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.extension import Admission, EngineExtension, ResultObservers
+from skyrl_tx.engine.extension import Admission, EngineExtension, ResultObservers, Retention
 from skyrl_tx.engine.loop import Loop, read_sequence_cursor
 from skyrl_tx.engine.metrics import EngineMetrics, StatusPublisher
 from skyrl_tx.engine.prepare import start_backend
 from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata, warn_of_changes
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
-from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
@@ -117,7 +115,7 @@ class Engine:
             context = self._make_context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
             self._close_previous_engine()
-            loop = Loop(context, self.artifacts, last_active_at)
+            loop = Loop(context, self.artifacts, Retention.collect(self.extensions), last_active_at)
 
             # Recover. Requests that were running when the last engine crashed run one at a time.
             attempts.runs_one_at_a_time = True
@@ -255,7 +253,6 @@ class Engine:
             ephemeral_samplers=ephemeral_samplers,
             # From optional features.
             observers=ResultObservers(store, observers),
-            retention=Retention.collect(self.extensions),
             admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
         )
 

@@ -1,12 +1,13 @@
 """Interfaces of optional features in the engine process: admission, result observers and retention.
 
 Admission decides whether a request may start. The default starts all requests; an app may enforce
-quotas. Observers write rows about completed requests. Retention rules remove old rows.
+quotas. Observers write rows about completed requests. Retention rules remove old rows; the core has
+rules too.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,16 @@ from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.metrics import SampledTokenCounts
 from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store import sampling_sessions
+from skyrl_tx.store import (
+    audit,
+    checkpoints,
+    completions,
+    custom_losses,
+    pruning,
+    recorded_logprobs,
+    sampling_sessions,
+    sessions,
+)
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.sampling_sessions import BASE_WEIGHTS, Origin
@@ -174,11 +184,7 @@ class ResultObserver:
 
 @dataclass(slots=True)
 class ResultObservers:
-    """Calls all observers for a completed request.
-
-    Each observer returns a function that writes rows. The functions of all observers are combined
-    into one.
-    """
+    """Calls the observers of all features, and finds the origin of sampled weights for them."""
 
     store: Store
     observers: Sequence[ResultObserver] = ()
@@ -190,43 +196,20 @@ class ResultObservers:
         """Return the limits of the rows of all observers."""
         return [limit for observer in self.observers for limit in observer.row_limits]
 
-    def observe_pass(
-        self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> WriteRows | None:
-        """Return the rows about a forward_backward or a forward."""
-        return _combine_rows(
-            observer.observe_pass(queued, model, output, num_tokens, time) for observer in self.observers
-        )
+    def collect_rows(self, observe: Callable[[ResultObserver], WriteRows | None]) -> WriteRows | None:
+        """Call `observe` with each observer, and combine the functions that it returns into one.
 
-    def observe_step(
-        self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> WriteRows | None:
-        """Return the rows about an optimizer step. `model.num_steps` includes this step."""
-        return _combine_rows(observer.observe_step(queued, model, output, time) for observer in self.observers)
+        Returns None if there is nothing to write.
+        """
+        present = [write for observer in self.observers if (write := observe(observer)) is not None]
+        if len(present) < 2:
+            return present[0] if present else None
 
-    def observe_sample(
-        self, queued: QueuedRequest, request: Sample, output: SampleOutput, now: float, device_s: float
-    ) -> WriteRows | None:
-        """Return the rows about a sample request."""
-        if not self.observers:
-            return None
-        origin = self._find_origin(queued.sampling_session_id, request.sampler)
-        return _combine_rows(
-            observer.observe_sample(queued, request, output, origin, now, device_s) for observer in self.observers
-        )
+        def write_all(tx: Session, now: float) -> None:
+            for write in present:
+                write(tx, now)
 
-    def observe_drawn(
-        self, queued: QueuedRequest, request: Sample, drawn: SampledTokenCounts, device_s: float
-    ) -> WriteRows | None:
-        """Return the rows about the tokens of a sample request, also of a cancelled one."""
-        if not self.observers:
-            return None
-        origin = self._find_origin(queued.sampling_session_id, request.sampler)
-        return _combine_rows(observer.observe_drawn(queued, drawn, origin, device_s) for observer in self.observers)
-
-    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> WriteRows | None:
-        """Return the rows about a save of a named checkpoint."""
-        return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
+        return write_all
 
     def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
         """Remember the origin of a new ephemeral sampler.
@@ -236,8 +219,9 @@ class ResultObservers:
         """
         self._remember_origin(None, sampler, Origin(model.model_id, model.num_steps))
 
-    def _find_origin(self, session_id: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
-        if sampler is None or session_id is None:
+    def find_origin(self, session_id: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
+        """Return the model and the optimizer step of sampled weights."""
+        if sampler is None or session_id is None or not self.observers:
             return BASE_WEIGHTS
         origin = self._origins.get((session_id, sampler)) or self._origins.get((None, sampler))
         if origin is None:
@@ -249,19 +233,6 @@ class ResultObservers:
         if len(self._origins) >= _MAX_ORIGINS:
             self._origins.popitem(last=False)
         self._origins[session_id, sampler] = origin
-
-
-def _combine_rows(rows: Iterable[WriteRows | None]) -> WriteRows | None:
-    """Combine functions that write rows into one. Returns None if there are no functions."""
-    present = [write for write in rows if write is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-
-    def write_all(tx: Session, now: float) -> None:
-        for write in present:
-            write(tx, now)
-
-    return write_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,3 +292,98 @@ class EngineExtension:
     retention: Sequence[RetentionRule] = ()
     admission: MakeAdmission | None = None
     """Makes the object that decides which requests start. At most one feature may set this."""
+
+
+def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:
+    for path in checkpoints.expire(tx, clock.now):
+        audit.record(tx, "checkpoint_delete", audit.SERVER, clock.now, path=path, reason="expired")
+    checkpoints.purge(tx, clock.now - clock.settings.deletion_undo_s, max_bytes=clock.spare_bytes)
+
+
+def _release_samplers(tx: Session, clock: RetentionClock) -> None:
+    settings = clock.settings
+    before = clock.compute_cutoff(settings.sampler_retention_s)
+    sampling_sessions.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
+
+
+def _finish_sessions(tx: Session, clock: RetentionClock) -> None:
+    retention_s = clock.extend(clock.settings.session_retention_s)
+    sessions.finish_timed_out(tx, clock.now - retention_s, f"no heartbeat for {retention_s:.0f} s", clock.now)
+
+
+_CORE_RULES = (
+    RetentionRule(name="checkpoints", expire=_expire_checkpoints),
+    RetentionRule(
+        name="ephemeral samplers",
+        expire=_release_samplers,
+        prune=lambda tx, clock: pruning.delete_sampling_sessions(
+            tx, clock.compute_cutoff(clock.settings.session_retention_s)
+        ),
+    ),
+    RetentionRule(name="recorded logprobs", expire=lambda tx, clock: recorded_logprobs.expire(tx, clock.now)),
+    RetentionRule(name="custom losses", expire=lambda tx, clock: custom_losses.expire(tx, clock.now)),
+    RetentionRule(name="partial results", expire=lambda tx, _: completions.prune_partials(tx)),
+    RetentionRule(
+        name="sessions",
+        expire=_finish_sessions,
+        prune=lambda tx, clock: pruning.delete_finished_sessions(
+            tx, clock.compute_cutoff(clock.settings.run_retention_s)
+        ),
+    ),
+    RetentionRule(
+        name="results",
+        prune=lambda tx, clock: pruning.prune_results(
+            tx, clock.now, retention_s=clock.extend(clock.settings.result_retention_s)
+        ),
+    ),
+    RetentionRule(
+        name="requests",
+        prune=lambda tx, clock: pruning.delete_tombstones(
+            tx,
+            clock.now,
+            retention_s=clock.extend(clock.settings.request_retention_s),
+            session_retention_s=clock.extend(clock.settings.session_retention_s),
+        ),
+    ),
+    RetentionRule(name="audit", prune=lambda tx, clock: audit.expire(tx, clock.now - audit.RETENTION_S)),
+)
+"""Runs have no rule here: the engine must also discard an expired run, see `Housekeeping.expire`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The retention rules of the core and of all features."""
+
+    rules: Sequence[RetentionRule]
+
+    @classmethod
+    def collect(cls, extensions: Sequence[EngineExtension]) -> "Retention":
+        """Return the rules of the core and of the given features."""
+        return cls((*_CORE_RULES, *(rule for extension in extensions for rule in extension.retention)))
+
+    def expire(self, tx: Session, clock: RetentionClock) -> None:
+        """Remove all rows past their retention, for rules with `expire`."""
+        for rule in self.rules:
+            if rule.expire is not None:
+                rule.expire(tx, clock)
+
+    def prune(self, tx: Session, clock: RetentionClock) -> int:
+        """Remove some rows past their retention.
+
+        Returns the largest number of rows that one rule removed.
+        """
+        ended = pruning.delete_ended_models(tx, clock.compute_cutoff(clock.settings.run_retention_s), self.remove_runs)
+        return max(ended, *(rule.prune(tx, clock) for rule in self.rules if rule.prune is not None))
+
+    def remove_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
+        """Remove the dependent rows of runs that are removed."""
+        for rule in self.rules:
+            if rule.on_removal is not None:
+                rule.on_removal(tx, model_ids)
+
+    def delete_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
+        """Remove the dependent rows of runs that a client or the operator deleted."""
+        self.remove_runs(tx, model_ids)
+        for rule in self.rules:
+            if rule.on_deletion_by_user is not None:
+                rule.on_deletion_by_user(tx, model_ids)

@@ -34,9 +34,9 @@ from skyrl_tx.contract.requests import (
 from skyrl_tx.contract.state_files import CONFIG_FILE
 from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.background_writer import make_sampler_id
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import LiveModel
-from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
 from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit, checkpoints, manifests, models, sampling_sessions
@@ -183,7 +183,7 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1
 
-    observed = context.observers.observe_step(queued, model, result, taken)
+    observed = context.observers.collect_rows(lambda observer: observer.observe_step(queued, model, result, taken))
     context.request_log.commit(queued, result, effect_order=model.assign_effect_order(), observed=observed)
 
 
@@ -367,7 +367,7 @@ def _record_checkpoint(
             audit.record(tx, "checkpoint_delete", audit.SERVER, now, path=old, purpose="keep_last")
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
-    observed = context.observers.observe_save(queued, path.model_id)
+    observed = context.observers.collect_rows(lambda observer: observer.observe_save(queued, path.model_id))
     context.request_log.commit_and_wait(queued, result, rows, observed)
 
 

@@ -13,7 +13,7 @@ from sqlmodel import Session
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
-from skyrl_tx.engine.extension import RetentionClock
+from skyrl_tx.engine.extension import Retention, RetentionClock
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import (
@@ -126,6 +126,7 @@ class Housekeeping:
 
     context: EngineContext
     artifacts: ArtifactStore
+    retention: Retention
     sampling: SamplingExecutor
     api_uptime: ApiUptime
     claims: list[identity.Claim] = field(default_factory=list[identity.Claim])
@@ -161,7 +162,7 @@ class Housekeeping:
         """Remove data past its retention, for example models, and close silent sessions."""
         if not self.api_uptime.has_steady_clock():
             return
-        clock, retention = self._make_clock(now), self.context.retention
+        clock, retention = self._make_clock(now), self.retention
 
         def drop(tx: Session) -> list[ModelId]:
             retention.expire(tx, clock)
@@ -249,7 +250,7 @@ class Housekeeping:
         """
         if not self.api_uptime.has_steady_clock():
             return False
-        clock, retention = self._make_clock(now), self.context.retention
+        clock, retention = self._make_clock(now), self.retention
         is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
 

@@ -15,6 +15,7 @@ from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import membership
 from skyrl_tx.engine.activity import LoopActivity
 from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.extension import Retention
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.request_log import QueuedRequest
@@ -47,7 +48,9 @@ That takes an additional database statement, which is much shorter than the pass
 class Loop:
     """The components of the engine that the loop calls, and one turn of the loop."""
 
-    def __init__(self, context: EngineContext, artifacts: ArtifactStore, last_active_at: float | None) -> None:
+    def __init__(
+        self, context: EngineContext, artifacts: ArtifactStore, retention: Retention, last_active_at: float | None
+    ) -> None:
         self._context, capabilities = context, context.capabilities
         self.refresh_admission()
 
@@ -71,7 +74,7 @@ class Loop:
         self._api_uptime = ApiUptime(context.store, last_active_at)
 
         # Maintenance.
-        self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
+        self._housekeeping = Housekeeping(context, artifacts, retention, self.sampling, self._api_uptime)
         balancer = membership.SampleBalancer(context, self.sampling)
         self._membership = membership.Membership(context, self._schedule, balancer)
         self._is_busy = self._passes_are_next = self._has_warned = False

@@ -21,7 +21,7 @@ from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.background_writer import EphemeralSamplers
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import StoreUnreachable, futures, models

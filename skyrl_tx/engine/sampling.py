@@ -429,7 +429,11 @@ class SamplingExecutor:
             if request.is_recorded:
                 recorded_logprobs.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
-        observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
+        observers, now = self._context.observers, time.time()
+        origin = observers.find_origin(queued.sampling_session_id, request.sampler)
+        observed = observers.collect_rows(
+            lambda observer: observer.observe_sample(queued, request, output, origin, now, running.clock_s)
+        )
         self._context.request_log.commit(queued, output, rows, observed=observed)
 
     def _count_drawn(self, running: RunningRequest) -> WriteRows | None:
@@ -438,7 +442,9 @@ class SamplingExecutor:
         self._context.request_log.meters.count_drawn(queued.owner, drawn)
         if self._context.admission.is_counting_usage:
             self._context.admission.record_drawn(queued, drawn)
-        return self._context.observers.observe_drawn(queued, get_sample(queued), drawn, running.clock_s)
+        observers = self._context.observers
+        origin = observers.find_origin(queued.sampling_session_id, get_sample(queued).sampler)
+        return observers.collect_rows(lambda observer: observer.observe_drawn(queued, drawn, origin, running.clock_s))
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Free the constraint of a request and stop counting its memory, because it has a result."""

@@ -35,6 +35,7 @@ class _PreparedPass:
     queued: QueuedRequest
     model_id: ModelId
     backward: bool
+    num_tokens: int
     examples: tuple[PassExample, ...]
 
 
@@ -259,7 +260,7 @@ class TrainingExecutor:
         except Exception as error:
             self._context.fail(queued, error)
             return None
-        return _PreparedPass(queued, queued.model_id, request.backward, tuple(examples))
+        return _PreparedPass(queued, queued.model_id, request.backward, queued.num_tokens, tuple(examples))
 
     def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult], taken: DeviceTime) -> None:
         """Commit the result of each request. Device time is divided by the number of tokens.
@@ -274,23 +275,28 @@ class TrainingExecutor:
             return
 
         start = 0
-        sizes = [request.queued.num_tokens for request in requests]
-        per_token_s = taken.device_s / sum(sizes)
+        per_token_s = taken.device_s / sum(request.num_tokens for request in requests)
+        for request in requests:
+            end = start + len(request.examples)
+            share = replace(taken, device_s=per_token_s * request.num_tokens)
+            self._commit_request(request, results[start:end], share)
+            start = end
 
-        for request, num_tokens in zip(requests, sizes, strict=True):
-            own_results = results[start : start + len(request.examples)]
-            start += len(request.examples)
-            try:
-                prepare.check_pass_results(request.examples, own_results)
-            except ServerError as error:
-                self._context.fail(request.queued, error)
-                continue
+    def _commit_request(self, request: _PreparedPass, results: list[PassResult], taken: DeviceTime) -> None:
+        """Commit the result of one request.
 
-            output = prepare.combine_pass_results(own_results, num_tokens)
-            model = self._context.models.get(request.model_id)
-            effect_order = model.assign_effect_order() if request.backward else None
-            share = replace(taken, device_s=per_token_s * num_tokens)
-            observed = self._context.observers.observe_pass(request.queued, model, output, num_tokens, share)
-            # One transaction per request: otherwise the first client would wait for the last
-            # result.
-            self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)
+        One transaction per request: otherwise the first client would wait for the last result.
+        """
+        try:
+            prepare.check_pass_results(request.examples, results)
+        except ServerError as error:
+            self._context.fail(request.queued, error)
+            return
+
+        output = prepare.combine_pass_results(results, request.num_tokens)
+        model = self._context.models.get(request.model_id)
+        effect_order = model.assign_effect_order() if request.backward else None
+        observed = self._context.observers.collect_rows(
+            lambda observer: observer.observe_pass(request.queued, model, output, request.num_tokens, taken)
+        )
+        self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)

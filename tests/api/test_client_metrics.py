@@ -18,7 +18,7 @@ from skyrl_tx.apps.history.client_metrics import ACTIVE_S
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.engine.retention import Retention
+from skyrl_tx.engine.extension import Retention
 from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys, models

@@ -21,7 +21,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.numbers import MAX_TTL_S
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.engine.retention import Retention
+from skyrl_tx.engine.extension import Retention
 from skyrl_tx.launch.command import CommandError, load_engine_extensions
 from skyrl_tx.launch.command_line import (
     Record,

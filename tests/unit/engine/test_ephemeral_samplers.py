@@ -9,7 +9,7 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights, UnloadModel
 from skyrl_tx.contract.results import Failure, SaveWeightsOutput
-from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
+from skyrl_tx.engine.background_writer import make_sampler_id
 from skyrl_tx.store import futures, models, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample

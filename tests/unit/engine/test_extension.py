@@ -12,9 +12,8 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import OptimStepOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.device_cache import LiveModel
-from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionClock, RetentionRule
+from skyrl_tx.engine.extension import EngineExtension, ResultObserver, Retention, RetentionClock, RetentionRule
 from skyrl_tx.engine.request_log import QueuedRequest, WriteRows
-from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.store.database import Store
