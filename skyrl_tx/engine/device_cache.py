@@ -69,6 +69,20 @@ class LiveModel:
     """
     last_used: float = 0.0
 
+    def make_metadata(self, base_model: str) -> dict[str, str]:
+        """Return the metadata of an artifact with the current state of the model.
+
+        `base_model` is the name of the base model to write into it.
+        """
+        return manifests.make_run_metadata(
+            model_id=self.model_id,
+            owner=self.owner,
+            base_model=base_model,
+            spec=self.spec,
+            now=time.time(),
+            step=self.num_steps,
+        )
+
     def assign_effect_order(self) -> int:
         """Assign the next log sequence number."""
         self.effect_order += 1
@@ -243,15 +257,7 @@ class ModelCache:
                 self._start_removal(replaced)
 
         # Write it.
-        run = manifests.make_run_metadata(
-            model_id=model_id,
-            owner=model.owner,
-            base_model=model.base_model,
-            spec=model.spec,
-            now=time.time(),
-            step=model.num_steps,
-        )
-        extra = {**run, "effect_order": str(effect_order)}
+        extra = {**model.make_metadata(model.base_model), "effect_order": str(effect_order)}
         self.background_writer.submit(self.recovery.make_writer(snapshot.write, extra), on_written, model_id=model_id)
 
     def _start_removal(self, replaced: ArtifactId) -> None:

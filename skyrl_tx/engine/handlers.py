@@ -247,14 +247,11 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
             context.fail(queued, error)
 
     # Describe the checkpoint.
-    now, base_model = time.time(), context.settings.base_models[0]
-    run = manifests.make_run_metadata(
-        model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now, step=step
-    )
+    run = model.make_metadata(context.settings.base_models[0])
     saved = manifests.make_checkpoint_metadata(
         kind=request.kind,
         name=request.name,
-        expires_at=None if request.ttl_s is None else now + request.ttl_s,
+        expires_at=None if request.ttl_s is None else time.time() + request.ttl_s,
         user_metadata=request.user_metadata,
     )
     # Write the files. Later requests of the model wait: if they were committed before this save, a

@@ -3,30 +3,22 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
-from skyrl_tx.engine.extension import Retention, RetentionClock
+from skyrl_tx.engine.extension import Retention, RetentionClock, RowLimit
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import (
-    checkpoints,
-    futures,
-    identity,
-    models,
-    pruning,
-    sessions,
-)
+from skyrl_tx.store import checkpoints, futures, identity, models, pruning, sessions
 from skyrl_tx.store.database import Store
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _NOTHING_REMOVED = "no artifact is removed now"
 _CHECK_PERIOD_S = 0.05
@@ -47,10 +39,6 @@ _MAX_CHECK_GAP_S = 60.0
 
 If the engine was busy for longer, it cannot know whether the API was up all the time.
 """
-
-
-def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (keys[start : start + _BATCH_ROWS] for start in range(0, len(keys), _BATCH_ROWS))
 
 
 class ApiUptime:
@@ -256,29 +244,27 @@ class Housekeeping:
 
     def trim_tables(self) -> None:
         """Start to remove rows that exceed limits of features, for example old points of runs."""
-        store = self.context.store
-        grown = [
-            (limit, limit.keys_to_trim) for limit in self.context.observers.list_row_limits() if limit.keys_to_trim
-        ]
-        for limit, _ in grown:
-            limit.keys_to_trim = set()
+        for limit in self.context.observers.list_row_limits():
+            if limit.keys_to_trim:
+                self._start_trimming(limit)
+
+    def _start_trimming(self, limit: RowLimit[Any]) -> None:
+        store, keys = self.context.store, limit.keys_to_trim
+        limit.keys_to_trim = set()
 
         def remove() -> None:
-            for limit, keys in grown:
-                for key in keys:
-                    for batch in _split_batches(
-                        store.read(lambda tx, limit=limit, key=key: limit.find_superfluous(tx, key))
-                    ):
-                        store.write(lambda tx, limit=limit, batch=batch: limit.remove(tx, batch))
+            for key in keys:
+                rows = store.read(lambda tx, key=key: limit.find_superfluous(tx, key))
+                for start in range(0, len(rows), _BATCH_ROWS):
+                    batch = rows[start : start + _BATCH_ROWS]
+                    store.write(lambda tx, batch=batch: limit.remove(tx, batch))
 
         def on_removed(removed: Future[None]) -> None:
             if (error := removed.exception()) is not None:  # the rows only take disk space
                 _log.error("cannot remove rows that exceed their limits; retrying later", exc_info=error)
-                for limit, keys in grown:
-                    limit.keys_to_trim |= keys
+                limit.keys_to_trim |= keys
 
-        if grown:
-            self.context.background_writer.submit(remove, on_removed)
+        self.context.background_writer.submit(remove, on_removed)
 
     def _describe_session_end(self, session_id: SessionId, now: float) -> str | None:
         """Return how a session ended, for example by a heartbeat timeout, or None if it is open."""

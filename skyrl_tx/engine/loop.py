@@ -75,8 +75,7 @@ class Loop:
 
         # Maintenance.
         self._housekeeping = Housekeeping(context, artifacts, retention, self.sampling, self._api_uptime)
-        balancer = membership.SampleBalancer(context, self.sampling)
-        self._membership = membership.Membership(context, self._schedule, balancer)
+        self._membership = membership.Membership(context, self._schedule, self.sampling)
         self._is_busy = self._passes_are_next = self._has_warned = False
         self._num_slices_left = 0  # decode slices to run before the next micro-batch
         self._housekeeping_at = self._pruning_at = time.monotonic()

@@ -12,13 +12,14 @@ the rows. So each sample belongs to exactly one engine, regardless of when a pro
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from sqlmodel import Session
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
@@ -89,58 +90,15 @@ def _find_ready_engines(tx: Session) -> set[int]:
     return {row.number for row in engine_state.list_engines(tx) if engine_state.is_ready(row, now)} & running
 
 
+def _is_idle(row: EngineStateRow) -> bool:
+    load = engine_state.read_sample_load(row)
+    return row.status == "ready" and load is not None and load.num_requests == 0
+
+
 def _log_move(number: int, moved: placement.MoveResult) -> None:
     if moved.models or moved.num_requests:
         ended = "engine %d has ended: other engines take over its %d models and %d open requests"
         _log.warning(ended, number, len(moved.models), moved.num_requests)
-
-
-@dataclass(slots=True)
-class _LastStatus:
-    """The last status of another engine, and when this engine first saw it (monotonic clock)."""
-
-    updated_at: float
-    since: float
-
-
-@dataclass(slots=True)
-class SampleBalancer:
-    """Gives waiting samples to idle engines. Called after each check of the other engines."""
-
-    context: EngineContext
-    sampling: SamplingExecutor
-    _newest: int = 0
-    """Position of the newest sample at the last check.
-
-    Samples up to it have waited for a whole period.
-    """
-
-    def balance(self, rows: Collection[EngineStateRow], running: Collection[int]) -> None:
-        """Share the samples that have waited since the last check with idle engines."""
-        own, waited_up_to, self._newest = self.context.store.engine_number, self._newest, self.sampling.newest
-        idle = [row.number for row in rows if row.number in running and row.number != own and _is_idle(row)]
-        if not idle or not self.sampling.num_waiting:
-            return
-
-        # Give every engine the same number of samples, including this one.
-        waiting = self.sampling.find_movable(waited_up_to)
-        for index, number in enumerate(idle):
-            self._give_samples(number, [queued.position for queued in waiting[index :: len(idle) + 1][:_MAX_GIVEN]])
-
-    def _give_samples(self, number: int, positions: list[int]) -> None:
-        own = self.context.store.engine_number
-
-        def work(tx: Session) -> list[RequestId]:
-            return placement.give_sample_requests(tx, own, number, positions)
-
-        if positions and (given := self.context.store.write(work)):
-            self.sampling.forget_given(given)
-            _log.info("gave %d samples to engine %d, which was idle", len(given), number)
-
-
-def _is_idle(row: EngineStateRow) -> bool:
-    load = engine_state.read_sample_load(row)
-    return row.status == "ready" and load is not None and load.num_requests == 0
 
 
 @dataclass(slots=True)
@@ -152,10 +110,13 @@ class Membership:
 
     context: EngineContext
     schedule: Schedule
-    balancer: SampleBalancer
+    sampling: SamplingExecutor
     _checked_at: float = 0.0
     _balanced_at: float = field(default_factory=time.monotonic)
-    _seen: dict[int, _LastStatus] = field(default_factory=dict[int, _LastStatus])
+    _newest_sample: int = 0
+    """Position of the newest sample at the last check. Samples up to it have waited for a whole period."""
+    _seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    """The time of the last status of each engine, and when this engine first saw it (monotonic clock)."""
     _waiting_until: dict[int, float] = field(default_factory=dict[int, float])
     """Ended engines with quarantined requests, and when to check them again."""
     _is_keeper: bool = False
@@ -178,12 +139,12 @@ class Membership:
         # how long the other engines were silent.
         if gap_s > _MAX_GAP_S:
             self._seen.clear()
-        for row in rows:
-            if row.number in holders and row.number != store.engine_number:
-                self._end_if_stuck(row, holders[row.number], now)
+        others = [row for row in rows if row.number in holders and row.number != store.engine_number]
+        for row in others:
+            self._end_if_stuck(row, holders[row.number], now)
 
         # Balance samples and models.
-        self.balancer.balance(rows, holders)
+        self._balance_samples([row.number for row in others if _is_idle(row)])
         if now - self._balanced_at >= _BALANCE_PERIOD_S:
             self._balanced_at = now
             self._balance_models()
@@ -225,17 +186,32 @@ class Membership:
             self._waiting_until[number] = time.monotonic() + _MAX_GAP_S
 
     def _end_if_stuck(self, row: EngineStateRow, pid: int, now: float) -> None:
-        last = self._seen.get(row.number)
-        if last is None or last.updated_at != row.updated_at:
-            self._seen[row.number] = _LastStatus(row.updated_at, now)
-        elif now - last.since > STUCK_S:
+        updated_at, since = self._seen.get(row.number, (None, now))
+        if updated_at != row.updated_at:
+            self._seen[row.number] = row.updated_at, now
+        elif now - since > STUCK_S:
             del self._seen[row.number]
             silence = (
                 "engine %d (process %d on %s) is stuck: it has published no status for %.0f s, and loses its lease"
             )
-            _log.error(silence, row.number, row.pid, row.host, now - last.since)
+            _log.error(silence, row.number, row.pid, row.host, now - since)
             # Read, because the stuck engine may hold the write lock.
             self.context.store.read(lambda tx: placement.revoke_lease(tx, pid))
+
+    def _balance_samples(self, idle: Sequence[int]) -> None:
+        """Give samples that have waited since the last check to idle engines."""
+        waited_up_to, self._newest_sample = self._newest_sample, self.sampling.newest
+        if not idle or not self.sampling.num_waiting:
+            return
+
+        # Give every engine the same number of samples, including this one.
+        store, waiting = self.context.store, self.sampling.find_movable(waited_up_to)
+        for index, number in enumerate(idle):
+            positions = [queued.position for queued in waiting[index :: len(idle) + 1][:_MAX_GIVEN]]
+            give = partial(placement.give_sample_requests, giver=store.engine_number, to=number, positions=positions)
+            if positions and (given := store.write(give)):
+                self.sampling.remove(given)
+                _log.info("gave %d samples to engine %d, which was idle", len(given), number)
 
     def _balance_models(self) -> None:
         """Give one idle model to an engine that has fewer models, for example to a new engine."""

@@ -168,11 +168,13 @@ class EngineMetrics:
         self._completed = cache(completed.labels)
         self._queue_s = cache(queue_s.labels)
         self._run_s = cache(run_s.labels)
-        self._waiting = gauge("requests_waiting", "Requests that have not started.", "queue")
-        self._paused = gauge("requests_paused", "Requests that wait because of a quota.", "queue")
-        self._running = gauge("requests_running", "Requests that have started.", "queue")
-        self._backlog = gauge("backlog_bytes", "Memory used by waiting requests.", "queue")
-        self._backlog_limit = gauge("backlog_limit_bytes", "Memory limit for waiting requests.", "queue")
+        self._queues: Mapping[str, Gauge] = {
+            "waiting": gauge("requests_waiting", "Requests that have not started.", "queue"),
+            "paused": gauge("requests_paused", "Requests that wait because of a quota.", "queue"),
+            "running": gauge("requests_running", "Requests that have started.", "queue"),
+            "backlog_bytes": gauge("backlog_bytes", "Memory used by waiting requests.", "queue"),
+            "backlog_limit_bytes": gauge("backlog_limit_bytes", "Memory limit for waiting requests.", "queue"),
+        }
 
         # Training.
         tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
@@ -317,11 +319,8 @@ class EngineMetrics:
 
         # The queues, and the models and samplers on the device.
         for queue, values in queues.items():
-            self._waiting.labels(queue).set(values["waiting"])
-            self._paused.labels(queue).set(values["paused"])
-            self._running.labels(queue).set(values["running"])
-            self._backlog.labels(queue).set(values["backlog_bytes"])
-            self._backlog_limit.labels(queue).set(values["backlog_limit_bytes"])
+            for name, value in values.items():
+                self._queues[name].labels(queue).set(value)
         for name, value in places.items():
             self._places[name].set(value)
 

@@ -14,7 +14,7 @@ them have started. After each turn its queue moves behind the other queues of it
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from skyrl_tx.contract.batches import STARVATION_BOUND
@@ -71,16 +71,16 @@ class _OwnerQueues:
 
 
 class _OwnerRank(NamedTuple):
-    """The rank of an owner: open samples relative to its weight, virtual time, and last turn."""
+    """The rank of an owner: open samples relative to its weight, virtual time, and last turn.
+
+    No two owners have the same last turn.
+    """
 
     is_last: bool
     num_open: int
     at: VirtualTime
+    last_turn: int
     turns: _OwnerQueues
-
-    def get_sort_key(self) -> tuple[bool, int, VirtualTime, int]:
-        """Return the key for sorting owners."""
-        return self.is_last, self.num_open, self.at, self.turns.last_turn
 
 
 class Turn(NamedTuple):
@@ -103,10 +103,10 @@ class SampleQueue:
         self._passed: set[QueueKey] = set()  # blocked queues that only STARVATION_BOUND requests may overtake
 
     def __len__(self) -> int:
-        return sum(len(queue) for turns in self._owners.values() for queue in turns.queues.values())
+        return sum(map(len, self.iterate_queues()))
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return (queued for turns in self._owners.values() for queue in turns.queues.values() for queued in queue)
+        return chain.from_iterable(self.iterate_queues())
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request at the end of its queue."""
@@ -115,10 +115,6 @@ class SampleQueue:
     def add_first(self, queued: QueuedRequest) -> None:
         """Add a request at the head of its queue, because it must run again."""
         self._get_queue(queued).appendleft(queued)
-
-    def iterate_heads(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the head of each queue and the length of the queue."""
-        return ((queue[0], len(queue)) for turns in self._owners.values() for queue in turns.queues.values())
 
     def iterate_queues(self) -> Iterator[Sequence[QueuedRequest]]:
         """Yield each queue. All requests of a queue belong to one session."""
@@ -256,15 +252,16 @@ class SampleQueue:
                         weight == 0,
                         num_open.get(key, 0) * min_weight // (weight or min_weight),
                         share.get_virtual_time(key.owner),
+                        turns.last_turn,
                         turns,
                     )
                     for weight, key, turns in waiting
                 ]
-                ranks.sort(key=_OwnerRank.get_sort_key)
+                ranks.sort()
                 ranks_by_kind += [ranks] if ranks else []
 
         # The kinds take turns. Owners of weight 0 come last, regardless of the kind.
-        ranks_by_kind.sort(key=lambda ranks: ranks[0].turns.last_turn)
+        ranks_by_kind.sort(key=lambda ranks: ranks[0].last_turn)
         order = [rank for ranks in ranks_by_kind for rank in ranks]
         order.sort(key=lambda rank: rank.is_last)
         return [rank.turns for rank in order]

@@ -96,7 +96,7 @@ class SamplingExecutor:
     @property
     def num_paused(self) -> int:
         """Number of requests whose samples have not started because of a quota."""
-        return sum(count for head, count in self._queue.iterate_heads() if self._is_paused(head))
+        return sum(len(queue) for queue in self._queue.iterate_queues() if self._is_paused(queue[0]))
 
     @property
     def num_running(self) -> int:
@@ -120,10 +120,6 @@ class SamplingExecutor:
             return False
         return sampler is None or self._context.ephemeral_samplers.is_written(sampler)
 
-    def forget_given(self, request_ids: Collection[RequestId]) -> None:
-        """Forget waiting requests that were given to another engine."""
-        self._remove(request_ids)
-
     def list_sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
         return {queued.session_id for queued in self._list_requests()}
@@ -131,7 +127,7 @@ class SamplingExecutor:
     def end_session(self, session_id: SessionId, reason: str) -> None:
         """Fail all samples of a session."""
         request_ids = {queued.request_id for queued in self._list_requests() if queued.session_id == session_id}
-        for queued in self._remove(request_ids):
+        for queued in self.remove(request_ids):
             self._context.fail(queued, UserError(reason))
 
     def list_samplers_in_use(self) -> set[SamplerId]:
@@ -173,10 +169,11 @@ class SamplingExecutor:
 
         The next engine runs them, and no attempt is counted.
         """
-        request_ids = list(self._running)
-        self._drop_all()
+        running_requests = list(self._running.values())
+        for running in running_requests:
+            self._drop(running)
         self._constraints.close()
-        self._context.attempts.undo(request_ids)
+        self._context.attempts.undo([running.queued.request_id for running in running_requests])
 
     def _list_requests(self) -> list[QueuedRequest]:
         """Return all requests. A request with started and waiting samples occurs twice."""
@@ -192,16 +189,16 @@ class SamplingExecutor:
             return
         self._last_cancellation = position = cancelled[-1][0]
         store.write_soon(lambda tx: completions.forget_cancellations(tx, position, engine=engine))
-        for queued in self._remove({request_id for _, request_id in cancelled}):
+        for queued in self.remove({request_id for _, request_id in cancelled}):
             self._context.request_log.meters.count_cancelled(get_sample(queued).num_samples)
 
-    def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
-        """Drop requests, waiting or running. Returns the dropped ones.
+    def remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
+        """Drop requests, waiting or running, without a result. Returns the dropped ones.
 
         The tokens that running requests have drawn are counted.
         """
-        removed = [running.queued for running in self._running.values() if running.queued.request_id in request_ids]
-        for running in [self._running[queued.request_id] for queued in removed]:
+        stopped = [running for request_id, running in self._running.items() if request_id in request_ids]
+        for running in stopped:
             self._drop(running)
             if (rows := self._count_drawn(running)) is not None:
                 self._context.request_log.write_rows(rows)
@@ -209,7 +206,8 @@ class SamplingExecutor:
         waiting = self._queue.remove(request_ids)
         self.num_bytes -= sum(queued.num_bytes for queued in waiting)
         self._isolated.difference_update(request_ids)
-        for queued in (removed := removed + waiting):
+        removed = [running.queued for running in stopped] + waiting
+        for queued in removed:
             self._forget(queued)
         return removed
 
@@ -241,7 +239,7 @@ class SamplingExecutor:
                 break
             queued = turn.queued
             if turn.failure is not None:
-                self._remove({queued.request_id})
+                self.remove({queued.request_id})
                 self._context.fail(queued, UserError(turn.failure))
                 continue
             # The first sample of a request needs its sampler on the device.
@@ -285,7 +283,7 @@ class SamplingExecutor:
             if self._constraints.prepare(queued.request_id, queued.owner, get_sample(queued).params):
                 return True
         except UserError as error:
-            self._remove({queued.request_id})
+            self.remove({queued.request_id})
             self._context.fail(queued, error)
         else:
             self._queue.block(queued)
@@ -452,10 +450,6 @@ class SamplingExecutor:
         self.num_open_bytes_by_owner[queued.owner] -= queued.num_bytes + REQUEST_BYTES
         if not self.num_open_bytes_by_owner[queued.owner]:
             del self.num_open_bytes_by_owner[queued.owner]
-
-    def _drop_all(self) -> None:
-        for running in list(self._running.values()):
-            self._drop(running)
 
     def _drop(self, running: RunningRequest) -> None:
         """Remove a running request from the backend and from its queue, and release its sampler."""

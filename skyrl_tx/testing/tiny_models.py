@@ -6,7 +6,7 @@ Equal seeds give equal files.
 import json
 import re
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -171,30 +171,18 @@ _PREFIXES = {"NemotronHForCausalLM": "backbone."}
 """First part of tensor names, if it is not `model.`. transformers reads and writes both."""
 
 
-class _Sizes(TypedDict):
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: NotRequired[int]
-    num_kv_heads: NotRequired[int]
-    head_dim: NotRequired[int]
-    mlp_size: int
-    architecture: NotRequired[str]
-    experts: NotRequired[dict[str, Any]]
-    keys: NotRequired[dict[str, Any]]
-
-
-PRESETS: dict[str, _Sizes] = {
+_30M: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "mlp_size": 1536,
+}
+PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "mlp_size": 192},
-    "30M": {
-        "vocab_size": 16384,
-        "hidden_size": 512,
-        "num_layers": 6,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "mlp_size": 1536,
-    },
+    "30M": _30M,
     "150M": {
         "vocab_size": 32768,
         "hidden_size": 1024,
@@ -205,25 +193,14 @@ PRESETS: dict[str, _Sizes] = {
         "mlp_size": 3072,
     },
     "80M-A30M": {
+        **_30M,
         "architecture": "Qwen3MoeForCausalLM",
-        "vocab_size": 16384,
-        "hidden_size": 512,
-        "num_layers": 6,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "mlp_size": 1536,
         "experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     },
     "44M-delta": {
+        **_30M,
         "architecture": "Qwen3_5ForCausalLM",
-        "vocab_size": 16384,
-        "hidden_size": 512,
         "num_layers": 8,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "mlp_size": 1536,
         "keys": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 64},
     },
 }

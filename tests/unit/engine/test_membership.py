@@ -169,7 +169,7 @@ def test_a_stuck_engine_is_ended_while_it_holds_the_write_lock(harness, tmp_path
         number = stuck.engine_number
         row = EngineStateRow(number=number, boot_id="b", pid=1, status="ready", capabilities={}, base_models=[])
         row.updated_at = 1.0
-        membership = Membership(SimpleNamespace(store=watching), schedule=None, balancer=None)
+        membership = Membership(SimpleNamespace(store=watching), schedule=None, sampling=None)
         for now in (0.0, STUCK_S + 1):
             holders = watching.read(placement.get_running)
             membership._end_if_stuck(row, holders[number], now)
