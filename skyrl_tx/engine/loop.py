@@ -257,11 +257,7 @@ class Loop:
             batch = self._schedule.take(
                 self._api_uptime.get_total_s(),
                 self._context.background_writer.blocked_models,
-                busy=self._context.models.busy,
-                num_running=training.num_running,
-                sessions_with_long_pass=training.sessions_with_long_pass,
-                owners_with_long_pass=training.owners_with_long_pass,
-                compiling_owners=training.compiling_owners,
+                training.list_running(),
             )
         if batch is not None:
             training.start_scheduled(batch)  # starts passes, but runs a request of another kind to its end

@@ -7,17 +7,17 @@ the fault. Without these checks, clients would get wrong numbers or results that
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from msgspec import UnsetType
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.constraints import MakeConstraint
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
+from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss
 from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossSpec
@@ -37,43 +37,35 @@ def make_pass_examples(
 
     Loss inputs and loss config values that the request leaves out have their defaults.
     """
-    if not isinstance(request.custom, UnsetType):
-        yield from _make_custom_examples(request_id, model_id, request, request.custom)
-        return
-    spec = capabilities.losses[request.loss]
-    config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
+    custom = request.custom or None
+    if custom is not None:
+        config: dict[str, float] = {}
+        make_inputs = partial(_make_custom_inputs, loss=custom)
+    else:
+        spec = capabilities.losses[request.loss]
+        config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
+        make_inputs = partial(_fill_loss_inputs, spec=spec)
+
     for datum in request.data:
         yield PassExample(
             request_id=request_id,
             model_id=model_id,
             tokens=np.ascontiguousarray(datum.tokens, np.int32),
             loss=request.loss,
-            loss_inputs=_fill_loss_inputs(datum, spec),
+            loss_inputs=make_inputs(datum),
             loss_config=config,
+            custom=custom,
         )
 
 
-def _make_custom_examples(
-    request_id: RequestId, model_id: ModelId, request: ModelPass, loss: CustomLoss
-) -> Iterator[PassExample]:
-    """Yield the examples of a valid pass with a custom loss, in the dtypes of the contract."""
-    for datum in request.data:
-        inputs: dict[str, NumberArray] = {}
-        for declared in loss.inputs:
-            if declared.name != LOGPROBS:
-                array = np.ascontiguousarray(datum.loss_inputs[declared.name], np.float32)
-                inputs[declared.name] = array.reshape(()) if declared.rank == 0 else array
-        inputs[TARGET_TOKENS] = np.ascontiguousarray(datum.loss_inputs[TARGET_TOKENS], np.int32)
-
-        yield PassExample(
-            request_id=request_id,
-            model_id=model_id,
-            tokens=np.ascontiguousarray(datum.tokens, np.int32),
-            loss=CUSTOM,
-            loss_inputs=inputs,
-            loss_config={},
-            custom=loss,
-        )
+def _make_custom_inputs(datum: Datum, loss: CustomLoss) -> Mapping[str, NumberArray]:
+    inputs: dict[str, NumberArray] = {}
+    for declared in loss.inputs:
+        if declared.name != LOGPROBS:
+            array = np.ascontiguousarray(datum.loss_inputs[declared.name], np.float32)
+            inputs[declared.name] = array.reshape(()) if declared.rank == 0 else array
+    inputs[TARGET_TOKENS] = np.ascontiguousarray(datum.loss_inputs[TARGET_TOKENS], np.int32)
+    return inputs
 
 
 def _fill_loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:

@@ -78,6 +78,23 @@ class ScheduledBatch:
     """Whether the single request is a pass that exceeds the token budget."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningBatch:
+    """A running batch of passes, for the rules of MAX_RUNNING_BATCHES."""
+
+    models: Collection[ModelId]
+    owner: str
+    """Owner of the first request."""
+    session_id: SessionId
+    """Session of the first request."""
+    is_long: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next micro-batch waits for the compiler."""
+        return False
+
+
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """All waiting requests except samples.
@@ -164,29 +181,20 @@ class Schedule:
         self,
         now: float,
         blocked: Collection[ModelId] = (),
-        *,
-        busy: Collection[ModelId] = (),
-        num_running: int = 0,
-        sessions_with_long_pass: Collection[SessionId] = (),
-        owners_with_long_pass: Collection[str] = (),
-        compiling_owners: Collection[str] = (),
+        running: Collection[RunningBatch] = (),
     ) -> ScheduledBatch | None:
         """Remove and return the next batch or request, or None if nothing can run.
 
         Args:
             now: API uptime in seconds.
             blocked: Models whose files a background thread is still writing.
-            busy: Models of running batches.
-            num_running: Number of running batches.
-            sessions_with_long_pass: Sessions with a running long pass.
-            owners_with_long_pass: Owners with a running long pass.
-            compiling_owners: Owners with a running batch that waits for the compiler.
+            running: The running batches. None of their models starts another request.
         """
-        if num_running and len(busy) >= self.max_models:
+        busy = {model_id for batch in running for model_id in batch.models}
+        if len(busy) >= self.max_models:
             return None
-        queues = self._order_queues({*blocked, *busy})
-        if not self.has_multiple_owners:
-            compiling_owners = ()
+        queues = self._order_queues(busy.union(blocked))
+        compiling_owners = {batch.owner for batch in running if batch.is_waiting and self.has_multiple_owners}
 
         for queue in queues:
             first = self._find_runnable(queue, now)
@@ -202,10 +210,11 @@ class Schedule:
             is_long = first.num_tokens > self.max_pass_tokens
             num_reserved = int(is_long)
             if is_long:
-                num_reserved += first.session_id in sessions_with_long_pass
-                num_reserved += first.owner in owners_with_long_pass and self.has_multiple_owners
+                long_batches = [batch for batch in running if batch.is_long]
+                num_reserved += any(batch.session_id == first.session_id for batch in long_batches)
+                num_reserved += self.has_multiple_owners and any(batch.owner == first.owner for batch in long_batches)
             num_reserved = max(num_reserved, first.owner in compiling_owners)
-            if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
+            if first.model_pass is not None and MAX_RUNNING_BATCHES - len(running) <= num_reserved:
                 continue
 
             # Admission may let the request start, wait or fail.

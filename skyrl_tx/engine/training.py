@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from typing_extensions import override
+
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import ErrorCategory, ServerError
-from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, request_checks
 from skyrl_tx.engine.activity import DeviceTime
@@ -17,7 +19,7 @@ from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle, refuse
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import ScheduledBatch
+from skyrl_tx.engine.schedule import RunningBatch, ScheduledBatch
 from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
@@ -39,20 +41,14 @@ class _PreparedPass:
     examples: tuple[PassExample, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Batch(RunningBatch):
     """Requests that started together. They run in groups, one group after the other.
 
     A batch starts with a single group of all its requests. If this group fails, each request
     becomes a separate group.
     """
 
-    models: frozenset[ModelId]
-    owner: str
-    """Owner of the first request."""
-    session_id: SessionId
-    """Session of the first request."""
-    is_long: bool
     groups: deque[Sequence[_PreparedPass]]
     running_pass: Pass | None = None
     """The running pass of the first group."""
@@ -60,8 +56,8 @@ class _Batch:
     """The device time of the first group so far."""
 
     @property
+    @override
     def is_waiting(self) -> bool:
-        """Whether the next micro-batch waits for the compiler."""
         return self.running_pass is not None and self.running_pass.is_waiting
 
 
@@ -112,29 +108,13 @@ class TrainingExecutor:
         return bool(self._batches) and all(self._find_runnable_batch(owner) is None for owner in self._batches)
 
     @property
-    def num_running(self) -> int:
-        """Number of running batches."""
-        return sum(map(len, self._batches.values()))
-
-    @property
     def num_running_requests(self) -> int:
         """Number of requests in running batches."""
-        return sum(len(group) for batch in chain.from_iterable(self._batches.values()) for group in batch.groups)
+        return sum(len(group) for batch in self.list_running() for group in batch.groups)
 
-    @property
-    def sessions_with_long_pass(self) -> set[SessionId]:
-        """Sessions with a running long pass."""
-        return {batch.session_id for batches in self._batches.values() for batch in batches if batch.is_long}
-
-    @property
-    def owners_with_long_pass(self) -> set[str]:
-        """Owners with a running long pass."""
-        return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
-
-    @property
-    def compiling_owners(self) -> set[str]:
-        """Owners with a running batch that waits for the compiler."""
-        return {owner for owner, batches in self._batches.items() if any(batch.is_waiting for batch in batches)}
+    def list_running(self) -> list[_Batch]:
+        """Return the running batches."""
+        return [*chain.from_iterable(self._batches.values())]
 
     def start_scheduled(self, scheduled: ScheduledBatch) -> None:
         """Start a batch of passes, or execute a single request of another kind."""
@@ -200,7 +180,13 @@ class TrainingExecutor:
             models = frozenset(prepared.model_id for prepared in group)
             self._context.models.busy.update(models)
             first = group[0].queued
-            batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
+            batch = _Batch(
+                models=models,
+                owner=first.owner,
+                session_id=first.session_id,
+                is_long=is_long,
+                groups=deque([group]),
+            )
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance_batch(self, batch: _Batch) -> None:

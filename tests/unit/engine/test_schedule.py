@@ -13,7 +13,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoraSpec, ModelSpec, Rejected
 from skyrl_tx.engine.extension import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import MAX_RUNNING_BATCHES, Schedule, SequenceCursor
+from skyrl_tx.engine.schedule import MAX_RUNNING_BATCHES, RunningBatch, Schedule, SequenceCursor
 from tests.support.engine_harness import datum, forward_backward, optim_step
 
 A, B, C = (ModelId(name) for name in "abc")
@@ -45,6 +45,14 @@ def schedule(*requests, cursor=None, max_pass_tokens=10_000, max_models=8):
             made.add_model(request.model_id, cursor or SequenceCursor())
         made.add(request)
     return made
+
+
+def batch(*model_ids, session="s", owner="ann", is_long=False):
+    return RunningBatch(models=model_ids, owner=owner, session_id=SessionId(session), is_long=is_long)
+
+
+class CompilingBatch(RunningBatch):
+    is_waiting = True
 
 
 def take_seq_ids(made, now=0.0, blocked=()):
@@ -147,17 +155,18 @@ def test_batches_of_different_models_run_together():
         max_pass_tokens=10,
     )
     assert take_seq_ids(made) == [1]
-    assert made.take(0.0, busy={A}, num_running=1).requests[0].model_id == B
-    assert made.take(0.0, busy={A, B}, num_running=MAX_RUNNING_BATCHES).requests[0].model_id == C, "it is not a pass"
-    assert made.take(0.0, busy={A, B}, num_running=2) is None
+    assert made.take(0.0, running=[batch(A)]).requests[0].model_id == B
+    full = [batch(A), batch(B)] * (MAX_RUNNING_BATCHES // 2)
+    assert made.take(0.0, running=full).requests[0].model_id == C, "it is not a pass"
+    assert made.take(0.0, running=[batch(A), batch(B)]) is None
 
 
 def test_last_batch_slot_is_reserved_for_batches_within_the_budget():
     large = forward_backward(data=(datum(0, 50),))
     made = schedule(make_request(1, large), make_request(1, model_id=B), max_pass_tokens=10)
-    assert made.take(0.0, busy={C}, num_running=MAX_RUNNING_BATCHES - 1).requests[0].model_id == B
-    assert made.take(0.0, busy={C}, num_running=MAX_RUNNING_BATCHES - 1) is None
-    assert made.take(0.0, busy={C}, num_running=MAX_RUNNING_BATCHES - 2).requests[0].model_id == A
+    assert made.take(0.0, running=[batch(C)] * (MAX_RUNNING_BATCHES - 1)).requests[0].model_id == B
+    assert made.take(0.0, running=[batch(C)] * (MAX_RUNNING_BATCHES - 1)) is None
+    assert made.take(0.0, running=[batch(C)] * (MAX_RUNNING_BATCHES - 2)).requests[0].model_id == A
 
 
 def test_last_long_batch_slot_is_reserved_for_sessions_without_a_long_pass():
@@ -171,22 +180,16 @@ def test_last_long_batch_slot_is_reserved_for_sessions_without_a_long_pass():
     first = made.take(0.0)
     assert (first.requests[0].model_id, first.is_long) == (A, True)
 
-    third = made.take(0.0, busy={A}, num_running=2, sessions_with_long_pass={SessionId("s")})
+    long_of_a, long_of_c = batch(A, is_long=True), batch(C, session="other", is_long=True)
+    third = made.take(0.0, running=[long_of_a, batch(A)])
     assert third.requests[0].model_id == C, "B is next, but its session has a running long pass"
-    assert (
-        made.take(0.0, busy={A, C}, num_running=3, sessions_with_long_pass={SessionId("s"), SessionId("other")}) is None
-    )
-    assert (
-        made.take(0.0, busy={C}, num_running=2, sessions_with_long_pass={SessionId("other")}).requests[0].model_id == B
-    )
+    assert made.take(0.0, running=[long_of_a, long_of_c, batch(A)]) is None
+    assert made.take(0.0, running=[long_of_c, batch(C)]).requests[0].model_id == B
 
     made = schedule(make_request(1, large), make_request(1, model_id=B), max_pass_tokens=10)
-    assert made.take(0.0, busy={C}, num_running=1, sessions_with_long_pass={SessionId("s")}).is_long, (
-        "two places are free for long"
-    )
-    assert not made.take(0.0, busy={C}, num_running=3, sessions_with_long_pass={SessionId("s")}).is_long, (
-        "others are as before"
-    )
+    long_of_c = batch(C, is_long=True)
+    assert made.take(0.0, running=[long_of_c]).is_long, "two places are free for long"
+    assert not made.take(0.0, running=[long_of_c, batch(C), batch(C)]).is_long, "others are as before"
 
 
 def test_owners_take_turns_and_so_do_their_models():
@@ -212,11 +215,11 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
 
     def take(*running):
         """Take the next batch while long passes of these models are running."""
-        sessions = {SessionId({"a": "s", "c": "t", "z": "u"}[name]) for name in running}
-        owners = {"bob" if name == "z" else "ann" for name in running}
-        step = made.take(
-            0.0, busy=running, num_running=len(running), sessions_with_long_pass=sessions, owners_with_long_pass=owners
-        )
+        sessions = {"a": "s", "c": "t", "z": "u"}
+        batches = [
+            batch(name, session=sessions[name], owner="bob" if name == "z" else "ann", is_long=True) for name in running
+        ]
+        step = made.take(0.0, running=batches)
         return None if step is None else step.requests[0].model_id
 
     assert [take(), take("a"), take("a")] == ["a", "z", "c"], "b is of a session with a running long pass"
@@ -229,18 +232,16 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
 def test_an_owner_that_waits_for_the_compiler_leaves_a_slot_and_joins_no_other_batch():
     mine = [make_request(1, model_id=ModelId(name)) for name in "ab"]
     made = schedule(*mine)
-    running = {"num_running": 3, "compiling_owners": {"ann"}}
+    compiling = CompilingBatch(models=(), owner="ann", session_id=SessionId("s"))
     made.add_model(ModelId("z"), SequenceCursor())
     made.add(make_request(1, model_id=ModelId("z"), owner="bob"))
-    assert [request.model_id for request in made.take(0.0, **running).requests] == ["z"]
+    assert [request.model_id for request in made.take(0.0, running=[compiling] * 3).requests] == ["z"]
 
-    assert made.take(0.0, **running) is None, "the last slot is for other owners"
-    running["num_running"] = 2
-    assert [request.model_id for request in made.take(0.0, **running).requests] == ["a", "b"]
+    assert made.take(0.0, running=[compiling] * 3) is None, "the last slot is for other owners"
+    assert [request.model_id for request in made.take(0.0, running=[compiling] * 2).requests] == ["a", "b"]
 
     alone = schedule(*mine)
-    running["num_running"] = 3
-    assert len(alone.take(0.0, **running).requests) == 2, "there is no other owner"
+    assert len(alone.take(0.0, running=[compiling] * 3).requests) == 2, "there is no other owner"
 
 
 def test_forgotten_model_is_added_again_with_its_cursor():
@@ -265,8 +266,8 @@ def test_cost_of_a_step_does_not_depend_on_models_without_requests():
 
 def test_models_of_running_batches_count_towards_max_models():
     made = schedule(make_request(1), make_request(1, model_id=B), max_models=2)
-    assert made.take(0.0, busy={C, ModelId("d")}, num_running=1) is None
-    assert [request.model_id for request in made.take(0.0, busy={C}, num_running=1).requests] == [A]
+    assert made.take(0.0, running=[batch(C, ModelId("d"))]) is None
+    assert [request.model_id for request in made.take(0.0, running=[batch(C)]).requests] == [A]
 
 
 def test_batch_has_a_maximum_number_of_requests():
@@ -352,7 +353,8 @@ class RecordingAdmission(Admission):
 def test_admission_is_asked_once_when_there_is_a_place():
     made = schedule(*(make_request(number) for number in range(1, 4)), make_request(4, optim_step()))
     made.admission = admission = RecordingAdmission()
-    assert made.take(0.0, busy=[A]) is None and made.take(0.0, num_running=MAX_RUNNING_BATCHES) is None
+    assert made.take(0.0, running=[batch(A)]) is None
+    assert made.take(0.0, running=[batch(C)] * MAX_RUNNING_BATCHES) is None
     assert admission.asked == []
     assert [take_seq_ids(made) for _ in range(3)] == [[1, 2, 3], [4], None]
     assert admission.asked == admission.numbers == [1, 2, 3, 4]
