@@ -67,33 +67,28 @@ class Bucket:
         self._patience_s = patience_s
 
     @classmethod
-    def open_url(
-        cls,
-        url: str,
-        *,
-        client: "ClientConfig | None" = None,
-        retry: "RetryConfig | None" = None,
-        timeout_s: float | None = None,
-    ) -> "Bucket":
+    def open_url(cls, url: str, *, timeout_s: float | None = None) -> "Bucket":
         """Open a URL.
 
         Credentials, region and endpoint are read from the provider's usual environment variables.
         With `timeout_s`, calls fail after about this time instead of a minute.
         """
+        client: ClientConfig = _CLIENT
+        retry: RetryConfig = _RETRY
         patience_s = _PATIENCE_S
         if timeout_s is not None:
             limit = timedelta(seconds=timeout_s)
             client, retry = {"connect_timeout": limit, "timeout": limit}, {"max_retries": 2, "retry_timeout": limit}
             patience_s = 0.0
+
         if url.startswith("file:"):
             return cls(from_url(url, mkdir=True, automatic_cleanup=True), url)
-        client = _CLIENT if client is None else client
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client = {**client, "allow_http": True}
         return _call_with_retries(
             "open",
             url,
-            lambda: cls(from_url(url, client_options=client, retry_config=retry or _RETRY), url, patience_s=patience_s),
+            lambda: cls(from_url(url, client_options=client, retry_config=retry), url, patience_s=patience_s),
         )
 
     def put(self, path: str, content: bytes | Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl_tx.artifacts.files import ARTIFACT_ID, check_free_space, compute_size_bytes
-from skyrl_tx.artifacts.local import TEMPORARY, create_locked, lock_folder, remove_interrupted
+from skyrl_tx.artifacts.local import TEMPORARY, create_temporary, lock_folder, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
 
 
@@ -61,12 +61,8 @@ class ArtifactCache:
         """
         self._evict(num_bytes)
         check_free_space(self._root, self._min_free_bytes + num_bytes)
-        folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
-        try:
-            with create_locked(folder):
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with create_temporary(self._root) as folder:
+            yield folder
 
     def check_free_space(self) -> None:
         """Raise CapacityError if the disk has less free space than the minimum."""

@@ -198,12 +198,8 @@ class LocalArtifacts(ArtifactStore):
     @contextmanager
     def create_temporary(self) -> Generator[Path]:
         """Create a temporary directory in the root. It is removed at the end, or after a crash."""
-        folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
-        try:
-            with create_locked(folder):
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with create_temporary(self._root) as folder:
+            yield folder
 
     @override
     def read_identity(self) -> Identity | None:
@@ -315,30 +311,28 @@ def create_locked(folder: Path) -> Generator[None]:
     """
     while True:
         folder.mkdir(mode=0o700)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # garbage collection removed it before it was opened
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock_folder(folder, fcntl.LOCK_EX))
+            except FileNotFoundError:  # garbage collection removed it before it was opened
+                continue
             if folder.is_dir():  # it was not removed before the lock was taken
                 yield
                 return
-        finally:
-            os.close(descriptor)
+
+
+@contextmanager
+def create_temporary(root: Path) -> Generator[Path]:
+    """Create a locked directory with a random name. It is removed at the end, or after a crash."""
+    folder = root / f"{TEMPORARY}{secrets.token_hex(16)}"
+    try:
+        with create_locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_interrupted(folder: Path) -> None:
-    """Remove a directory that no process has locked."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:  # its creation has finished
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    else:
+    """Remove a directory that no process has locked, unless its creation has finished."""
+    with suppress(FileNotFoundError, BlockingIOError), lock_folder(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)

@@ -312,7 +312,7 @@ def open_api_database(settings: ServerSettings) -> Store:
     """
     store = open_database(settings)
     api = settings.make_api_settings()
-    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.has_usable(tx, time.time()))):
+    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.list_usable(tx, time.time()))):
         store.close()
         raise CannotServe(
             f"--host {settings.host} is reachable from other machines and there are no API keys: create one with\n"

@@ -80,8 +80,8 @@ class EngineHealth:
 
         return EngineReport(
             activity=activity,
-            outage=engine_state.get_outage(rows),
-            progress=engine_state.get_progress(rows),
+            outage=engine_state.get_backend_text(rows, "outage"),
+            progress=engine_state.get_backend_text(rows, "progress"),
             pauses=pauses,
         )
 

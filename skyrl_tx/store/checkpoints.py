@@ -114,12 +114,9 @@ def purge(tx: Session, before: float, max_bytes: float = math.inf) -> list[Check
 
     While deleted checkpoints take more than `max_bytes`, the oldest deletions are removed earlier.
     """
-    deleted = list(tx.exec(_DELETED, params={"before": before}))
-    for row in deleted:
-        tx.delete(row)
-    tx.flush()
+    purged = _remove(tx, tx.exec(_DELETED, params={"before": before}))
     num_bytes = execute(tx, select(sum_bytes()).where(col(CheckpointRow.deleted_at).is_not(None))).scalar_one()
-    return [row.path for row in deleted] + purge_oldest(tx, num_bytes - max_bytes)
+    return purged + purge_oldest(tx, num_bytes - max_bytes)
 
 
 def purge_oldest(tx: Session, num_bytes: float, condition: ColumnElement[bool] | None = None) -> list[CheckpointPath]:
@@ -127,7 +124,7 @@ def purge_oldest(tx: Session, num_bytes: float, condition: ColumnElement[bool] |
 
     `condition` selects sessions. Returns the paths of the removed checkpoints.
     """
-    purged: list[CheckpointPath] = []
+    purged: list[CheckpointRow] = []
     deleted = select(CheckpointRow).join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
     deleted = deleted.join(SessionRow).where(
         col(CheckpointRow.deleted_at).is_not(None), true() if condition is None else condition
@@ -136,10 +133,16 @@ def purge_oldest(tx: Session, num_bytes: float, condition: ColumnElement[bool] |
         if num_bytes <= 0:
             break
         num_bytes -= row.size_bytes
-        purged.append(row.path)
+        purged.append(row)
+    return _remove(tx, purged)
+
+
+def _remove(tx: Session, rows: Iterable[CheckpointRow]) -> list[CheckpointPath]:
+    removed = list(rows)
+    for row in removed:
         tx.delete(row)
     tx.flush()
-    return purged
+    return [row.path for row in removed]
 
 
 def delete(tx: Session, path: CheckpointPath) -> bool:
@@ -148,11 +151,7 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
     Garbage collection later removes its artifact, if nothing else refers to it.
     """
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
-    if row is None:
-        return False
-    tx.delete(row)
-    tx.flush()
-    return True
+    return row is not None and bool(_remove(tx, [row]))
 
 
 def list_by_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
@@ -330,11 +329,7 @@ def set_public(tx: Session, path: CheckpointPath, public: bool) -> None:
 
 def expire(tx: Session, now: float) -> list[CheckpointPath]:
     """Remove the expired checkpoints, and return their paths."""
-    expired = list(tx.exec(_EXPIRED, params={"before": now}))
-    for row in expired:
-        tx.delete(row)
-    tx.flush()
-    return [row.path for row in expired]
+    return _remove(tx, tx.exec(_EXPIRED, params={"before": now}))
 
 
 _REFERENCES = (

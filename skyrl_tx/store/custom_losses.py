@@ -3,8 +3,10 @@
 from sqlalchemy import bindparam, delete, exists, func, insert, or_, select, update
 from sqlmodel import Session, col
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.sessions import SessionRef
 from skyrl_tx.store.tables import CustomLossRow, SessionRow
 
 RETENTION_S = 30 * 86_400.0
@@ -17,14 +19,6 @@ Open requests can run even later, because each request contains a copy of its lo
 MAX_PER_SESSION = 256
 MAX_PER_OWNER = 2048
 _TOUCH_EVERY_S = 3600.0
-
-
-class TooManyLosses(Exception):
-    """A session or an owner has reached the maximum number of losses."""
-
-
-class ConflictingLoss(Exception):
-    """The id was used before for a different loss."""
 
 
 _BODY = select(col(CustomLossRow.body)).where(
@@ -51,26 +45,24 @@ _EXPIRE = delete(CustomLossRow).where(
 )
 
 
-def create(tx: Session, loss_id: str, *, session_id: SessionId, owner: str, name: str, body: bytes, now: float) -> None:
+def create(tx: Session, loss_id: str, session: SessionRef, *, name: str, body: bytes, now: float) -> None:
     """Store a loss, unless the same loss is stored already.
 
-    Raises:
-        ConflictingLoss: The id was used for a different loss.
-        TooManyLosses: The session has `MAX_PER_SESSION` losses, or the owner has `MAX_PER_OWNER`.
+    Raises UserError if the id was used for a different loss, if the session has `MAX_PER_SESSION`
+    losses, and if the owner has `MAX_PER_OWNER`.
     """
+    session_id, owner = session.session_id, session.owner
     stored = find(tx, loss_id, session_id)
     if stored is not None:
         if stored != body:
-            raise ConflictingLoss(f"custom_loss_seq_id: loss {loss_id} exists already with other contents")
+            raise UserError(f"custom_loss_seq_id: loss {loss_id} exists already with other contents")
         return
 
     num_in_session, num_of_owner = execute(tx, _COUNTS, {"session_id": session_id, "owner": owner}).one()
     if num_in_session >= MAX_PER_SESSION:
-        raise TooManyLosses(
-            f"this session has {num_in_session} custom losses, the maximum: create a new session for more"
-        )
+        raise UserError(f"this session has {num_in_session} custom losses, the maximum: create a new session for more")
     if num_of_owner >= MAX_PER_OWNER:
-        raise TooManyLosses(
+        raise UserError(
             f"the sessions of {owner!r} have {num_of_owner} custom losses, the maximum: losses are removed a day after "
             "their session has finished"
         )

@@ -67,6 +67,10 @@ class Store:
         self._resources = resources
         self._waiting = threading.Lock()
         self._is_closed = False
+        self.engine_number = dialect.engine_number
+        """The number of this process's engine; 1 in other roles."""
+        self.is_shared = dialect.is_shared
+        """Whether multiple engines may share the database."""
         self.is_older = False
         """Whether an older release wrote the database, see `accepts_older` of `open`."""
 
@@ -120,7 +124,9 @@ class Store:
                 # same time must not prevent each other's migration. SQLite's lock does not cover
                 # setting the journal mode of a new file.
                 is_older = False
-                with lock_file(data_dir / "schema.lock"), _dispose_later(dialect.create_writer("tool")) as engine:
+                with lock_file(data_dir / "schema.lock"), ExitStack() as until_prepared:
+                    engine = dialect.create_writer("tool")
+                    until_prepared.callback(engine.dispose)
                     if role == "tool":
                         is_older = check_schema(engine, creates=creates, accepts_older=accepts_older)
                     else:
@@ -240,16 +246,6 @@ class Store:
         """
         self._writer.observe_seconds = observe_seconds
 
-    @property
-    def engine_number(self) -> int:
-        """The number of this process's engine; 1 in other roles."""
-        return self._dialect.engine_number
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether multiple engines may share the database."""
-        return self._dialect.is_shared
-
     def wake(self) -> None:
         """End this process's current or next `wait`."""
         self._notifier.wake()
@@ -347,14 +343,6 @@ def _check_database(data_dir: Path, name: str | None) -> None:
             f"data directory {data_dir} belongs to the database {recorded}, not {name}: choose another data "
             f"directory, or remove {note} if both are names of the same database"
         )
-
-
-@contextmanager
-def _dispose_later(engine: Engine) -> Generator[Engine]:
-    try:
-        yield engine
-    finally:
-        engine.dispose()
 
 
 def get_existing(tx: Session, table: type[RowT], key: object) -> RowT:

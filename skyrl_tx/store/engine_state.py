@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from heapq import nlargest
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from sqlalchemy import ColumnElement, and_, delete, false, or_, text, update
 from sqlalchemy import select as select_columns
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import RequestId
@@ -103,23 +102,12 @@ def can_sample(rows: Sequence[EngineStateRow]) -> bool:
     return not num_servers or num_lost < num_servers or "fallback_samples" in backend
 
 
-def get_outage(rows: Sequence[EngineStateRow]) -> str | None:
-    """Return which part of a backend does not work, or None.
+def get_backend_text(rows: Sequence[EngineStateRow], name: Literal["outage", "progress"]) -> str | None:
+    """Return what a backend reports about itself, or None.
 
-    If multiple engines report one, the first is returned.
+    `outage` names a part of the backend that does not work, and `progress` describes background
+    work. If multiple engines report one, the first is returned.
     """
-    return _get_backend_text(rows, "outage")
-
-
-def get_progress(rows: Sequence[EngineStateRow]) -> str | None:
-    """Return the progress of background work of a backend, or None.
-
-    If multiple engines report progress, the first text is returned.
-    """
-    return _get_backend_text(rows, "progress")
-
-
-def _get_backend_text(rows: Sequence[EngineStateRow], name: str) -> str | None:
     backend = (sum_meters(rows) or {}).get("backend")
     text = cast(Mapping[str, object], backend).get(name) if isinstance(backend, dict) else None
     return None if text is None else str(text)
@@ -264,8 +252,6 @@ PERIOD_S = 10
 _FINE_S, _COARSE_S = 86_400, 30 * 86_400
 _MINUTE_S = 60
 _GAUGES_AT = col(ServerPointRow.at)
-_INSERT_GAUGES_SQLITE = sqlite.insert(ServerPointRow).on_conflict_do_nothing()
-_INSERT_GAUGES_POSTGRESQL = postgresql.insert(ServerPointRow).on_conflict_do_nothing()
 
 
 def add_gauges(tx: Session, at: int, values: Mapping[str, float]) -> None:
@@ -274,9 +260,8 @@ def add_gauges(tx: Session, at: int, values: Mapping[str, float]) -> None:
     Does nothing if another process was first.
     """
     assert at % PERIOD_S == 0, at
-    is_postgresql = tx.connection().dialect.name == "postgresql"
-    insert = _INSERT_GAUGES_POSTGRESQL if is_postgresql else _INSERT_GAUGES_SQLITE
-    execute(tx, insert, {"at": at, "values": values})
+    if tx.get(ServerPointRow, at) is None:
+        tx.add(ServerPointRow(at=at, values=values))
 
 
 def thin_gauges(tx: Session, now: float) -> int:

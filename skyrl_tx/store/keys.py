@@ -6,11 +6,9 @@ from collections.abc import Collection
 from typing import Literal
 
 from sqlalchemy import (
-    ColumnElement,
     MetaData,
     PrimaryKeyConstraint,
     UniqueConstraint,
-    and_,
     bindparam,
     exists,
     func,
@@ -130,7 +128,8 @@ def _move_local_rows(tx: Session, owner: str) -> None:
         execute(tx, update(table).where(table.c.owner == LOCAL_OWNER, *is_free).values(owner=owner))
 
 
-_FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), col(ApiKeyRow.revoked_at).is_(None))
+_IS_UNREVOKED = col(ApiKeyRow.revoked_at).is_(None)
+_FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), _IS_UNREVOKED)
 
 
 def find(tx: Session, key: str) -> ApiKeyRow | None:
@@ -147,7 +146,6 @@ def get(tx: Session, key_id: int) -> ApiKeyRow | None:
     return row if row is not None and row.revoked_at is None else None
 
 
-_IS_UNREVOKED = col(ApiKeyRow.revoked_at).is_(None)
 _REVOKE, _REVOKE_CHILDREN = (
     update(ApiKeyRow).where(column == bindparam("ended"), _IS_UNREVOKED).values(revoked_at=bindparam("now"))
     for column in (col(ApiKeyRow.key_id), col(ApiKeyRow.parent_id))
@@ -234,17 +232,8 @@ def has_any(tx: Session) -> bool:
 
 def list_usable(tx: Session, now: float) -> list[ApiKeyRow]:
     """Return all keys that are neither revoked nor expired."""
-    return list(tx.exec(select(ApiKeyRow).where(_is_usable(now))).all())
-
-
-def has_usable(tx: Session, now: float) -> bool:
-    """Return whether there is a key that is neither revoked nor expired."""
-    return tx.exec(select(ApiKeyRow.key_id).where(_is_usable(now)).limit(1)).first() is not None
-
-
-def _is_usable(now: float) -> ColumnElement[bool]:
     is_unexpired = or_(col(ApiKeyRow.expires_at).is_(None), col(ApiKeyRow.expires_at) > now)
-    return and_(col(ApiKeyRow.revoked_at).is_(None), is_unexpired)
+    return list(tx.exec(select(ApiKeyRow).where(_IS_UNREVOKED, is_unexpired)))
 
 
 def hash_key(key: str) -> str:

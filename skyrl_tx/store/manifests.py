@@ -21,7 +21,7 @@ from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow
 
-_CREATED_BY = {"created_by": "skyrl-tx recover"}
+_RECOVER = "skyrl-tx recover"
 _GROUPS = {
     "train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "train_mlp": {"gate_proj", "up_proj", "down_proj"},
@@ -136,7 +136,7 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
     metadata = artifact.metadata
     model_id = ModelId(metadata["model_id"]) if "model_id" in metadata else None
     if model_id is not None and (present := models.get(tx, model_id)) is not None:
-        if present.user_metadata == _CREATED_BY:  # artifacts are restored in any order
+        if present.user_metadata == {"created_by": _RECOVER}:  # artifacts are restored in any order
             present.num_steps = max(present.num_steps, _parse_step(metadata) or 0)
         return present
 
@@ -155,20 +155,33 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
         sessions.finish(tx, session_id, "recovered", now)
         tx.flush()
 
+    row = _create_run(tx, model_id, session_id, str(base_model), spec, _RECOVER, get_save_time(artifact))
+    row.base_model_hash, row.num_steps = metadata.get("base_model_hash"), _parse_step(metadata) or 0
+    tx.flush()
+    return row
+
+
+def _create_run(
+    tx: Session,
+    model_id: ModelId | None,
+    session_id: SessionId,
+    base_model: str,
+    spec: ModelSpec,
+    created_by: str,
+    created_at: float,
+) -> ModelRow:
+    """Create a run that is not loaded, by default the first one of its session."""
     row = ModelRow(
         model_id=model_id or ids.model_id(session_id, 0),
         session_id=session_id,
-        base_model=str(base_model),
+        base_model=base_model,
         spec=codec.encode(spec),
-        user_metadata=_CREATED_BY,
+        user_metadata={"created_by": created_by},
         status="unloaded",
-        created_at=get_save_time(artifact),
-        last_request_at=get_save_time(artifact),
-        base_model_hash=metadata.get("base_model_hash"),
-        num_steps=_parse_step(metadata) or 0,
+        created_at=created_at,
+        last_request_at=created_at,
     )
     models.create(tx, row)
-    tx.flush()
     return row
 
 
@@ -227,17 +240,7 @@ def import_run(
         tx, owner=owner, tags=["import"], now=now, session_id=session_id, project_id=project_id, key_id=key_id
     )
     sessions.finish(tx, session_id, "success", now)
-    run = ModelRow(
-        model_id=ids.model_id(session_id, 0),
-        session_id=session_id,
-        base_model=base_model,
-        spec=codec.encode(spec),
-        user_metadata={"created_by": created_by},
-        status="unloaded",
-        created_at=now,
-        last_request_at=now,
-    )
-    models.create(tx, run)
+    run = _create_run(tx, None, session_id, base_model, spec, created_by, now)
 
     # The checkpoints.
     paths = [CheckpointPath(run.model_id, kind, name) for kind in kinds]

@@ -68,11 +68,6 @@ _NEXT_EFFECT = (
     .values(effect_order=col(ModelRow.effect_order) + 1, num_steps=col(ModelRow.num_steps) + bindparam("steps"))
     .returning(col(ModelRow.effect_order))
 )
-_OWNER = (
-    select(col(SessionRow.owner))
-    .join(ModelRow)
-    .where(col(ModelRow.model_id) == bindparam("model_id"), col(ModelRow.deleted_at).is_(None))
-)
 _SILENT = (
     select(ModelRow)
     .join(SessionRow)
@@ -101,7 +96,8 @@ def is_deleted(tx: Session, model_id: ModelId) -> bool:
 
 def get_owner(tx: Session, model_id: ModelId) -> str | None:
     """Return the owner of a model, or None if the model does not exist or is deleted."""
-    return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
+    row = find(tx, model_id)
+    return None if row is None else row.owner
 
 
 _OWNERS = (
@@ -171,11 +167,13 @@ def expire(tx: Session, before: float) -> list[ModelId]:
 
     Their snapshots are deleted. Returns the ids of the models.
     """
-    rows = list(tx.exec(_SILENT, params={"before": before}))
-    for row in rows:
-        row.status = "expired"
-        delete_snapshot(tx, row.model_id)
-    return [row.model_id for row in rows]
+    return [_expire(tx, row) for row in tx.exec(_SILENT, params={"before": before}).all()]
+
+
+def _expire(tx: Session, row: ModelRow) -> ModelId:
+    row.status = "expired"
+    delete_snapshot(tx, row.model_id)
+    return row.model_id
 
 
 def set_incomplete_gradient(tx: Session, model_id: ModelId, message: str | None) -> None:
@@ -335,9 +333,7 @@ def purge(tx: Session, before: float, remove_rows: RemoveRows) -> list[ModelId]:
     for row in tx.exec(_DELETED, params={"before": before}).all():
         is_open = select(RequestRow.position).where(RequestRow.model_id == row.model_id, RequestRow.status == "open")
         if row.status in ("creating", "ready", "left"):
-            row.status = "expired"
-            delete_snapshot(tx, row.model_id)
-            expired.append(row.model_id)
+            expired.append(_expire(tx, row))
         elif tx.exec(is_open.limit(1)).first() is None:
             delete(tx, row.model_id, remove_rows)
     return expired

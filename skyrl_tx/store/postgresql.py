@@ -90,26 +90,22 @@ SELECT set_config('lock_timeout', %(lock_timeout)s, false),
        set_config('tcp_keepalives_count', '3', false),
        CASE current_setting('synchronous_commit') WHEN 'off' THEN set_config('synchronous_commit', 'on', false) END
 """
-_HOLDER = """
-SELECT coalesce(nullif(application_name, ''), 'another process')
+_FROM_HOLDERS = """
 FROM pg_locks JOIN pg_stat_activity USING (pid)
 WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND classid = %s AND objid = %s AND objsubid = 2
-LIMIT 1
+      AND classid = {} AND objid = {} AND objsubid = 2
 """
-_HOLDERS = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1).replace("LIMIT 1", ""))
-_HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_HOLDER = f"SELECT coalesce(nullif(application_name, ''), 'another process') {_FROM_HOLDERS.format('%s', '%s')}"
+_HOLDERS = text(f"SELECT pid {_FROM_HOLDERS.format(':class', ':lock')}")
 _HAS_ACTIVE_API = text(
     "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'skyrl_tx api%'"
     " AND coalesce(state_change > clock_timestamp() - :silent_s * interval '1 second', true) LIMIT 1"
 )
 """Users without privileges see no `state_change` of other users."""
-_END_SILENT_WRITER = """
-SELECT pg_terminate_backend(pid), application_name FROM pg_locks JOIN pg_stat_activity USING (pid)
-WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND classid = %s AND objid = %s AND objsubid = 2
-      AND wait_event_type = 'Client' AND state_change < clock_timestamp() - %s * interval '1 second'
-"""
+_END_SILENT_WRITER = (
+    f"SELECT pg_terminate_backend(pid), application_name {_FROM_HOLDERS.format('%s', '%s')}"
+    " AND wait_event_type = 'Client' AND state_change < clock_timestamp() - %s * interval '1 second'"
+)
 """Ends the connection that holds the write lock, if its process has been silent for some seconds."""
 _SERVER = text(
     "SELECT application_name FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -444,7 +440,7 @@ class _PostgresqlNotifier(Notifier):
     def is_peer_running(self) -> bool:
         with self._reader.connect() as connection:
             parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
-            is_running = connection.execute(_HAS_HOLDER, parameters).first() is not None
+            is_running = connection.execute(_HOLDERS, parameters).first() is not None
             if is_running and PEER[self._role] == "api":
                 is_running = connection.execute(_HAS_ACTIVE_API, {"silent_s": SILENT_S}).first() is not None
             return is_running

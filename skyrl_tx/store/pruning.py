@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from sqlalchemy import Float, bindparam, delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
-from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import get_high_water_mark, get_sequence_scope
 from skyrl_tx.store.sessions import CHAT_SESSIONS, SERVER_SESSIONS
@@ -85,9 +85,7 @@ def prune_results(tx: Session, now: float, *, retention_s: float, limit: int = M
 
 
 _OLD_TOMBSTONES = (
-    select(
-        col(RequestRow.position), col(RequestRow.model_id), col(RequestRow.sampling_session_id), col(RequestRow.seq_id)
-    )
+    select(col(RequestRow.position))
     .where(
         _IS_TOMBSTONE,
         col(RequestRow.fetched_at) < bindparam("before"),
@@ -100,7 +98,11 @@ _OLD_TOMBSTONES = (
     )
     .limit(bindparam("limit"))
 )
-_DELETE_TOMBSTONES = delete(RequestRow).where(is_in_batch(col(RequestRow.position)))
+_DELETE_TOMBSTONES = (
+    delete(RequestRow)
+    .where(col(RequestRow.position).in_(_OLD_TOMBSTONES))
+    .returning(col(RequestRow.model_id), col(RequestRow.sampling_session_id), col(RequestRow.seq_id))
+)
 
 
 def delete_tombstones(
@@ -112,19 +114,17 @@ def delete_tombstones(
     sent no heartbeat for `session_retention_s`, because until then the session may resume.
     """
     limits = {"before": now - retention_s, "silent_since": now - session_retention_s, "limit": limit}
-    rows = execute(tx, _OLD_TOMBSTONES, limits).all()
+    rows = execute(tx, _DELETE_TOMBSTONES, limits).all()
 
     # Raise the high-water marks.
     marks: dict[str, int] = {}
-    for _, model_id, sampling_session_id, seq_id in rows:
+    for model_id, sampling_session_id, seq_id in rows:
         scope = get_sequence_scope(model_id, sampling_session_id, seq_id)
         if scope is not None and seq_id is not None:
             marks[scope] = max(seq_id, marks.get(scope, 0))
     for scope, up_to in marks.items():
         if get_high_water_mark(tx, scope) < up_to:
             tx.merge(PrunedRow(numbered_by=scope, up_to=up_to))
-
-    execute_in_batches(tx, _DELETE_TOMBSTONES, [row.position for row in rows])
     return len(rows)
 
 
@@ -150,7 +150,11 @@ _UNUSED_SAMPLING = (
     )
     .limit(bindparam("limit"))
 )
-_DELETE_SAMPLING = delete(SamplingSessionRow).where(is_in_batch(col(SamplingSessionRow.sampling_session_id)))
+_DELETE_SAMPLING = (
+    delete(SamplingSessionRow)
+    .where(col(SamplingSessionRow.sampling_session_id).in_(_UNUSED_SAMPLING))
+    .returning(col(SamplingSessionRow.sampling_session_id))
+)
 
 
 def delete_sampling_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
@@ -161,8 +165,7 @@ def delete_sampling_sessions(tx: Session, before: float, *, limit: int = MAX_ROW
     and sent no heartbeat since `before`, or it belongs to a session of the server, which has no
     client.
     """
-    names = list(execute(tx, _UNUSED_SAMPLING, {"before": before, "limit": limit}).scalars())
-    execute_in_batches(tx, _DELETE_SAMPLING, names)
+    names = list(execute(tx, _DELETE_SAMPLING, {"before": before, "limit": limit}).scalars())
     delete_sampling_marks(tx, names)
     return len(names)
 
@@ -196,7 +199,7 @@ _UNUSED_MODELS = (
     )
     .limit(bindparam("limit"))
 )
-_DELETE_MODELS = delete(ModelRow).where(is_in_batch(col(ModelRow.model_id)))
+_DELETE_MODELS = delete(ModelRow).where(col(ModelRow.model_id).in_(_UNUSED_MODELS)).returning(col(ModelRow.model_id))
 
 
 def delete_ended_models(tx: Session, before: float, remove_rows: RemoveRows, *, limit: int = MAX_ROWS) -> int:
@@ -205,8 +208,7 @@ def delete_ended_models(tx: Session, before: float, remove_rows: RemoveRows, *, 
     Such a model was last used before `before` and has no checkpoint, snapshot, sampling session or
     stored request. Its session has finished, so its id is never used again.
     """
-    names: list[ModelId] = list(execute(tx, _UNUSED_MODELS, {"before": before, "limit": limit}).scalars())
-    execute_in_batches(tx, _DELETE_MODELS, names)
+    names: list[ModelId] = list(execute(tx, _DELETE_MODELS, {"before": before, "limit": limit}).scalars())
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
     remove_rows(tx, names)
     return len(names)
@@ -223,7 +225,7 @@ _UNUSED_SESSIONS = (
     )
     .limit(bindparam("limit"))
 )
-_DELETE_SESSIONS = delete(SessionRow).where(is_in_batch(col(SessionRow.session_id)))
+_DELETE_SESSIONS = delete(SessionRow).where(col(SessionRow.session_id).in_(_UNUSED_SESSIONS))
 
 
 def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
@@ -232,9 +234,7 @@ def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROW
     Such a session finished and sent its last heartbeat before `before`. Such a session has no
     model, sampling session, custom loss or stored request.
     """
-    names: list[SessionId] = list(execute(tx, _UNUSED_SESSIONS, {"before": before, "limit": limit}).scalars())
-    execute_in_batches(tx, _DELETE_SESSIONS, names)
-    return len(names)
+    return execute(tx, _DELETE_SESSIONS, {"before": before, "limit": limit}).rowcount
 
 
 _DELETE_MARKS = delete(PrunedRow).where(is_in_batch(col(PrunedRow.numbered_by)))

@@ -194,6 +194,14 @@ def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId, step: in
     execute(tx, update(SamplingSessionRow).where(*is_inflight).values(sampler_id=sampler, size_bytes=None, step=step))
 
 
+_EPHEMERAL = (
+    select(SamplingSessionRow)
+    .where(col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None))
+    .order_by(col(SamplingSessionRow.created_at).desc(), col(SamplingSessionRow.sampling_session_id))
+)
+"""Sampling sessions with an ephemeral sampler. The in-flight sessions of a model share a sampler."""
+
+
 def release_unused(
     tx: Session, before: float, *, keep_newest: int = 4, max_bytes: int | None = None
 ) -> list[SamplerId]:
@@ -204,54 +212,28 @@ def release_unused(
     each model. The sampling sessions remain without a sampler. Sampling from such a session fails
     with an error that suggests to save with a name.
     """
-    # Release old samplers.
-    kept: list[list[SamplingSessionRow]] = []
-    released: list[list[SamplingSessionRow]] = []
-    newest: dict[SamplerId, bool] = {}
-    num_newer: Counter[str] = Counter()
-    for rows in _group_by_sampler(tx):
-        model_id = str(rows[0].model_id)
-        num_newer[model_id] += 1
-        newest[_get_sampler(rows)] = num_newer[model_id] == 1
-        is_old = num_newer[model_id] > keep_newest and _get_last_used(rows) < before
-        (released if is_old else kept).append(rows)
-
-    # Release more samplers while the rest takes too much space.
-    if max_bytes is not None:
-        num_bytes = sum(rows[0].size_bytes or 0 for rows in kept)
-        for rows in sorted((rows for rows in kept if not newest[_get_sampler(rows)]), key=_get_last_used):
-            if num_bytes <= max_bytes:
-                break
-            num_bytes -= rows[0].size_bytes or 0
-            released.append(rows)
-
-    names = [_get_sampler(rows) for rows in released]
-    for row in (row for rows in released for row in rows):
-        row.sampler_id = None
-    return names
-
-
-_EPHEMERAL = (
-    select(SamplingSessionRow)
-    .where(col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None))
-    .order_by(col(SamplingSessionRow.created_at).desc(), col(SamplingSessionRow.sampling_session_id))
-)
-
-
-def _group_by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
-    """Return the sampling sessions of each ephemeral sampler, the newest sampler first.
-
-    The in-flight sessions of a model share a sampler.
-    """
     sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
-    for row in tx.exec(_EPHEMERAL):
+    for row in tx.exec(_EPHEMERAL):  # the newest first
         sessions.setdefault(SamplerId(str(row.sampler_id)), []).append(row)
-    return list(sessions.values())
+    last_used = {sampler: max(row.last_used_at for row in rows) for sampler, rows in sessions.items()}
+    num_bytes = {sampler: rows[0].size_bytes or 0 for sampler, rows in sessions.items()}
+    rank: dict[SamplerId, int] = {}  # the newest sampler of each model has rank 0
+    num_newer: Counter[ModelId | None] = Counter()
+    for sampler, (row, *_) in sessions.items():
+        rank[sampler] = num_newer[row.model_id]
+        num_newer[row.model_id] += 1
 
+    # Release old samplers, and more samplers while the rest takes too much space.
+    released = [name for name in sessions if rank[name] >= keep_newest and last_used[name] < before]
+    if max_bytes is not None:
+        kept = [name for name in sessions if name not in released]
+        excess = sum(num_bytes[name] for name in kept) - max_bytes
+        for name in sorted((name for name in kept if rank[name] > 0), key=last_used.__getitem__):
+            if excess <= 0:
+                break
+            excess -= num_bytes[name]
+            released.append(name)
 
-def _get_sampler(rows: list[SamplingSessionRow]) -> SamplerId:
-    return SamplerId(str(rows[0].sampler_id))
-
-
-def _get_last_used(rows: list[SamplingSessionRow]) -> float:
-    return max(row.last_used_at for row in rows)
+    for row in (row for name in released for row in sessions[name]):
+        row.sampler_id = None
+    return released

@@ -20,7 +20,13 @@ ACTIVE_S = 60.0
 Clients send a heartbeat every ten seconds.
 """
 _NUM_OPEN = select(func.count()).select_from(RequestRow).where(IS_OPEN)
-_OLDEST = select(col(RequestRow.created_at)).where(IS_OPEN).order_by(col(RequestRow.position)).limit(1)
+_OLDEST = (
+    select(col(RequestRow.created_at))
+    .join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
+    .where(IS_OPEN)
+    .order_by(col(RequestRow.position))
+    .limit(1)
+)
 _ACTIVE = (
     select(func.count())
     .select_from(SessionRow)
@@ -79,20 +85,15 @@ class StoreTotals:
 def read_totals(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals:
     """Count open requests and active sessions, and find the oldest open request.
 
-    Requests that wait because of one of the `pauses` are ignored in the search for the oldest
-    request.
+    Requests that have not started because of one of the `pauses` are ignored in the search for the
+    oldest request.
     """
+    is_counted = or_(col(RequestRow.attempts) > 0, ~is_paused(pauses))
     return StoreTotals(
         num_open=execute(tx, _NUM_OPEN).scalar_one(),
-        oldest_at=execute(tx, _select_oldest(pauses) if pauses else _OLDEST).scalar_one_or_none(),
+        oldest_at=execute(tx, _OLDEST.where(is_counted)).scalar_one_or_none(),
         num_active_sessions=execute(tx, _ACTIVE, {"after": now - ACTIVE_S}).scalar_one(),
     )
-
-
-def _select_oldest(pauses: Collection[Pause]) -> Select[Any]:
-    """Return the query for the oldest open request that has started or is not paused."""
-    joined = _OLDEST.join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
-    return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused(pauses)))
 
 
 @dataclass(frozen=True, slots=True)

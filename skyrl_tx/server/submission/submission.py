@@ -305,19 +305,7 @@ def store_custom_loss(tx: Session, call: ApiCall, session_id: SessionId, seq_id:
     submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
 
     if submitted.is_new:
-        try:
-            custom_losses.create(
-                tx,
-                loss_id,
-                session_id=session_id,
-                owner=session.owner,
-                name=loss.name,
-                body=submission.body,
-                now=now,
-            )
-        except (custom_losses.ConflictingLoss, custom_losses.TooManyLosses) as error:
-            raise bad_request(str(error)) from error
-
+        custom_losses.create(tx, loss_id, session, name=loss.name, body=submission.body, now=now)
         result = codec.encode(CreateCustomLossOutput(loss_id=loss_id))
         futures.complete(tx, submitted.request_id, result, failed=False, effect_order=None, now=now)
     return FutureHandle(request_id=submitted.request_id)

@@ -77,7 +77,7 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
     address = f"--host {settings.host}"
 
     def has_key(tx: Session) -> bool:
-        return keys.has_usable(tx, time.time())
+        return bool(keys.list_usable(tx, time.time()))
 
     # API keys.
     if settings.no_auth:

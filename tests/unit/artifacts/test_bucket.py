@@ -46,9 +46,9 @@ def test_each_second_request_may_fail(server: S3Server, tmp_path: Path, monkeypa
     with flaky_proxy(server.url, lambda path, nth: fault if nth % 2 else None) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
-        bucket = Bucket.open_url(
-            f"s3://weights/{tmp_path.name}", client=IMPATIENT if fault == "stall" else CLIENT, retry=RETRY
-        )
+        monkeypatch.setattr(buckets, "_CLIENT", IMPATIENT if fault == "stall" else CLIENT)
+        monkeypatch.setattr(buckets, "_RETRY", RETRY)
+        bucket = Bucket.open_url(f"s3://weights/{tmp_path.name}")
         made = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "first", max_bytes=2**30)).create(write, {})
         elsewhere = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "second", max_bytes=2**30))
         opened = elsewhere.open(made.artifact_id)
@@ -66,7 +66,9 @@ def test_an_outage_is_reported_without_secrets(
     with flaky_proxy(server.url, lambda path, nth: fault) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
-        bucket = Bucket.open_url(f"s3://weights/{tmp_path.name}", client=CLIENT, retry={**RETRY, "max_retries": 1})
+        monkeypatch.setattr(buckets, "_CLIENT", CLIENT)
+        monkeypatch.setattr(buckets, "_RETRY", {**RETRY, "max_retries": 1})
+        bucket = Bucket.open_url(f"s3://weights/{tmp_path.name}")
         calls: list[Callable[[], object]] = [
             lambda: bucket.put("a", b"1"),
             lambda: bucket.create("a", b"1"),
@@ -92,7 +94,9 @@ def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server,
     """
     for name, value in variables(server.url).items():
         monkeypatch.setenv(name, value)
-    bucket = Bucket.open_url("s3://missing-bucket", client=CLIENT, retry=RETRY)
+    monkeypatch.setattr(buckets, "_CLIENT", CLIENT)
+    monkeypatch.setattr(buckets, "_RETRY", RETRY)
+    bucket = Bucket.open_url("s3://missing-bucket")
     store = ObjectArtifacts(bucket, ArtifactCache(tmp_path, max_bytes=2**30))
     for call in (
         store.list_ids,
@@ -107,7 +111,9 @@ def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server,
 def test_no_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables("http://127.0.0.1:9").items():  # no server listens on this port
         monkeypatch.setenv(name, value)
-    bucket = Bucket.open_url("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
+    monkeypatch.setattr(buckets, "_CLIENT", CLIENT)
+    monkeypatch.setattr(buckets, "_RETRY", {**RETRY, "max_retries": 0})
+    bucket = Bucket.open_url("s3://weights")
     with pytest.raises(ArtifactsUnreachable, match="the object store cannot read a: no connection"):
         bucket.get("a")
 

@@ -1,5 +1,6 @@
 import pytest
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import custom_losses, pruning, sessions
 from skyrl_tx.store.database import Store
@@ -8,11 +9,9 @@ DAY = 86_400.0
 
 
 def create(store: Store, session_id: SessionId, number: int = 0, body: bytes = b"loss", now: float = 10.0) -> None:
-    store.write(
-        lambda tx: custom_losses.create(
-            tx, f"loss-{number}", session_id=session_id, owner="ann", name="l", body=body, now=now
-        )
-    )
+    session = store.read(lambda tx: sessions.find(tx, session_id))
+    assert session is not None
+    store.write(lambda tx: custom_losses.create(tx, f"loss-{number}", session, name="l", body=body, now=now))
 
 
 def find(store: Store, session_id: SessionId, number: int = 0) -> bytes | None:
@@ -30,7 +29,7 @@ def test_a_loss_belongs_to_its_session_and_survives_a_restart(open_store, store:
 def test_the_same_loss_is_stored_once_and_another_is_refused(store: Store, session_id: SessionId) -> None:
     create(store, session_id)
     create(store, session_id)
-    with pytest.raises(custom_losses.ConflictingLoss, match="loss-0 exists already"):
+    with pytest.raises(UserError, match="loss-0 exists already"):
         create(store, session_id, body=b"other")
     assert find(store, session_id) == b"loss"
 
@@ -54,5 +53,5 @@ def test_losses_of_a_finished_session_go_before_the_session(store: Store, sessio
 def test_losses_of_an_owner_are_bounded(store: Store, session_id: SessionId, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_losses, "MAX_PER_OWNER", 1)
     create(store, session_id)
-    with pytest.raises(custom_losses.TooManyLosses, match="the sessions of 'ann' have 1 custom losses"):
+    with pytest.raises(UserError, match="the sessions of 'ann' have 1 custom losses"):
         create(store, session_id, 1)

@@ -46,11 +46,11 @@ def test_a_key_is_found_by_its_digest(store: Store) -> None:
 
 def test_revocation_is_permanent_and_numbers_are_not_reused(store: Store) -> None:
     key, key_id = make(store, "ann")
-    assert store.read(lambda tx: keys.has_usable(tx, 2.5))
+    assert store.read(lambda tx: keys.list_usable(tx, 2.5))
     assert store.write(lambda tx: keys.revoke(tx, key_id, 2.0))
     assert not store.write(lambda tx: keys.revoke(tx, key_id, 3.0))
     assert store.read(lambda tx: keys.find(tx, key)) is None and store.read(lambda tx: keys.get(tx, key_id)) is None
-    assert store.read(keys.has_any) and not store.read(lambda tx: keys.has_usable(tx, 2.5))
+    assert store.read(keys.has_any) and not store.read(lambda tx: keys.list_usable(tx, 2.5))
     assert make(store, "bob")[1] > key_id
     assert [row.revoked_at for row in store.read(keys.list_all)] == [2.0, None]
 
@@ -109,7 +109,7 @@ def test_rotation_replaces_a_key_after_an_overlap(store: Store) -> None:
     with pytest.raises(keys.KeyNotUsable, match="unknown, revoked or expired"):
         store.write(lambda tx: keys.rotate(tx, key_id, overlap_s=10.0, now=110.0))
     store.write(lambda tx: keys.revoke(tx, row.key_id or 0, 120.0))
-    assert not store.read(lambda tx: keys.has_usable(tx, 120.0)) and store.read(lambda tx: keys.has_usable(tx, 105.0))
+    assert not store.read(lambda tx: keys.list_usable(tx, 120.0)) and store.read(lambda tx: keys.list_usable(tx, 105.0))
 
 
 def test_rotation_keeps_the_lifetime_and_never_prolongs_the_old_key(store: Store) -> None:
@@ -153,7 +153,7 @@ def test_a_replaced_child_still_ends_with_its_parent(store: Store) -> None:
     _, new = store.write(lambda tx: keys.rotate(tx, child.key_id or 0, overlap_s=1.0, now=50.0))
     assert (new.parent_id, new.expires_at) == (parent_id, 150.0)
     store.write(lambda tx: keys.revoke(tx, parent_id, 60.0))
-    assert not store.read(lambda tx: keys.has_usable(tx, 60.0))
+    assert not store.read(lambda tx: keys.list_usable(tx, 60.0))
 
 
 def test_only_valid_keys_without_a_parent_create_keys_and_not_too_many(
