@@ -97,8 +97,8 @@ def run_id(server: Server) -> ModelId:
             )
             models.create(tx, row)
         tx.flush()
-        run = LoggedRun(owner=OWNER, project="", key="k", name="n", model_id=name)
         name = model_id(session_id, 0)
+        run = LoggedRun(owner=OWNER, project="", key="k", name="n", model_id=name)
         add_points(tx, open_run(tx, run, time.time()), points, time.time())
         return name
 
