@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from weakref import WeakSet
 import jax
 from jax._src import xla_bridge  # pyright: ignore[reportPrivateUsage]  (JAX has no public function)
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from typing_extensions import override
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
@@ -42,6 +43,7 @@ from skyrl_tx.process.paths import explain_os_error
 from skyrl_tx.process.signals import ServiceThread
 
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value", int, bool)
 
 _NICENESS = 5
 """The niceness of the threads for likely programs.
@@ -330,42 +332,48 @@ class Compiler(Generic[Key]):
             log.info("%s", progress)
 
 
-class Popularity:
-    """A file with the number of calls of each program. Servers of the same model share the file."""
+class ValueFile(Generic[Value]):
+    """A JSON file beside the compiled programs, with values by name. Servers may share the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[Value], *, loss: str) -> None:
+        """All values are of one `kind`. If the file cannot be written, the log names the `loss`."""
         self._path = path
+        self._kind = kind
+        self._loss = loss
 
-    def read(self) -> dict[str, int]:
-        """Return the number of calls of each program by name, the largest number first.
-
-        The result is empty if there is no valid file.
-        """
+    def read(self) -> dict[str, Value]:
+        """Return the values by name. The result is empty if there is no valid file."""
         try:
             content = json.loads(self._path.read_text())
-            counts = {str(name): int(count) for name, count in content.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
+            return {str(name): value for name, value in content.items() if isinstance(value, self._kind)}
+        except (OSError, ValueError, AttributeError):
             return {}
-        return dict(sorted(counts.items(), key=lambda entry: -entry[1]))
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        """Replace the file at once, so that other servers never read a part of it."""
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(values, indent=1))
+            temporary.replace(self._path)
+        except OSError as error:
+            log.warning("cannot write %s: %s", self._loss, error)
+
+
+class Popularity(ValueFile[int]):
+    """The number of calls of each program. Servers of the same model share the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, int, loss="the popular programs, so the next start compiles in a fixed order")
+
+    @override
+    def read(self) -> dict[str, int]:
+        """Return the number of calls of each program by name, the largest number first."""
+        return dict(sorted(super().read().items(), key=lambda entry: -entry[1]))
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add calls to the file. If two servers write at the same time, some counts may be lost."""
-        total = self.read()
-        for name, count in counts.items():
-            total[name] = total.get(name, 0) + count
-
-        try:
-            replace_json(self._path, total)
-        except OSError as error:
-            log.warning("cannot write the popular programs, so the next start compiles in a fixed order: %s", error)
-
-
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file at once, so that other servers never read a part of it. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)
+        self.write(Counter(self.read()) + Counter(counts))
 
 
 _CompilerOptions = dict[str, bool | int | str] | None

@@ -14,7 +14,6 @@ Legend: S rows, N steps, K top tokens.
 
 import hashlib
 import itertools
-import json
 import logging
 import os
 import platform
@@ -28,7 +27,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax.compiler import replace_json
+from skyrl_tx.backends.jax.compiler import ValueFile
 from skyrl_tx.backends.jax.devices import fetch
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
@@ -63,7 +62,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 log = logging.getLogger(__name__)
 
 
-class ComparedRows:
+class ComparedRows(ValueFile[bool]):
     """A file that says, for each comparison, whether both row counts gave the same bits.
 
     The file belongs to one setup: the model, the settings, the code, the versions of JAX and the CPU.
@@ -73,22 +72,8 @@ class ComparedRows:
         """`setup` is everything that changes a program on this machine, with a stable `repr`."""
         texts = (repr(setup), *_describe_machine(), _hash_sources())
         name = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-        self._path = directory / "compared_rows" / f"{name}.json"
-
-    def read(self) -> dict[str, bool]:
-        """Return all comparisons by name; none if there is no valid file."""
-        try:
-            content = json.loads(self._path.read_text())
-            return {str(name): agrees for name, agrees in content.items() if isinstance(agrees, bool)}
-        except (OSError, ValueError, AttributeError):
-            return {}
-
-    def write(self, comparisons: Mapping[str, bool]) -> None:
-        """Replace the file."""
-        try:
-            replace_json(self._path, comparisons)
-        except OSError as error:
-            log.warning("cannot write which row counts were compared, so the next start compares them: %s", error)
+        loss = "which row counts were compared, so the next start compares them"
+        super().__init__(directory / "compared_rows" / f"{name}.json", bool, loss=loss)
 
 
 def _describe_machine() -> list[str]:
