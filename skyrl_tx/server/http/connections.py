@@ -2,11 +2,6 @@
 
 `Listener` accepts connections, `Connections` keeps track of the open ones and enforces the limits,
 and `HttpProtocol` measures how fast each client sends.
-
-uvicorn neither limits the size of request heads nor closes slow connections, and it has no hooks
-for such limits. So `HttpProtocol` uses private parts of uvicorn's HTTP connection. If a uvicorn
-release renames one of them, `tests/unit/server/http/test_uvicorn.py` fails and names it, and only
-`HttpProtocol` must change.
 """
 
 import errno
@@ -16,14 +11,15 @@ import os
 import resource
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from skyrl_tx.server.http.uvicorn_adapter import UvicornConnection
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +120,17 @@ class Connection(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
 
 
+@dataclass(slots=True)
+class _ClientConnections:
+    """The open connections of one client network.
+
+    `idle` holds the connections without a request in progress, the longest idle one first.
+    """
+
+    num_open: int = 0
+    idle: dict[Connection, None] = field(default_factory=dict[Connection, None])
+
+
 class Connections:
     """The open connections of a server and their limits. Used on one event loop.
 
@@ -147,70 +154,103 @@ class Connections:
         self._max_open = max_open
         self._max_per_address = max_per_address
         self._is_exempt = is_exempt
-
-        # The open connections, and their states.
-        self.open: dict[int, Connection] = {}
-        """The open connections by file descriptor."""
-        self.receiving: set[Connection] = set()
-        """The connections on which the server waits for bytes. Their clients have a timeout."""
-        self.sending: set[Connection] = set()
-        """The connections whose client has not read enough yet for the server to send more."""
-        self.closing: set[Connection] = set()
-        """The connections that the event loop is about to close, because they reached a limit."""
-        self._num_open: Counter[str] = Counter()
-        """The number of open connections of each client network."""
+        self._open: dict[int, Connection] = {}
+        self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
-        """The connections without a request in progress, the longest idle one first."""
+        self._receiving: set[Connection] = set()
+        """The connections on which the server waits for bytes. Their clients have a timeout."""
+        self._sending: set[Connection] = set()
+        """The connections whose client has not read enough yet for the server to send more."""
+        self._closing: set[Connection] = set()
+        """The connections that the event loop is about to close, because they reached a limit."""
         self._warn = ThrottledWarning(_log)
+
+    @property
+    def is_closing_many(self) -> bool:
+        """Whether the event loop must close some connections before it accepts more."""
+        return len(self._closing) >= _MAX_CLOSING
+
+    @property
+    def num_open(self) -> int:
+        """The number of open connections."""
+        return len(self._open)
+
+    def get(self, descriptor: int) -> Connection:
+        """Return the open connection with a file descriptor."""
+        return self._open[descriptor]
 
     def add(self, connection: Connection) -> bool:
         """Add a new connection.
 
         Returns False if a limit is reached and no other connection is idle.
         """
-        network = connection.network
-        num_open = self._num_open[network]
-        if num_open >= self._max_per_address and not self._is_exempt(connection.address):
-            is_accepted = self.close_longest_idle(f"{network} has {num_open} open connections", network)
-        elif len(self.open) >= self._max_open:
-            is_accepted = self.close_longest_idle(f"{len(self.open)} connections are open")
+        client = self._by_network.setdefault(connection.network, _ClientConnections())
+        if client.num_open >= self._max_per_address and not self._is_exempt(connection.address):
+            is_accepted = self._close_longest_idle(
+                client.idle, f"{connection.network} has {client.num_open} open connections"
+            )
+        elif len(self._open) >= self._max_open:
+            is_accepted = self._close_longest_idle(self._idle, f"{len(self._open)} connections are open")
         else:
             is_accepted = True
 
         if is_accepted:
-            self._num_open[network] += 1
-            self.open[connection.fileno()] = connection
+            client.num_open += 1
+            self._open[connection.fileno()] = connection
             self.mark_idle(connection)
-            self.receiving.add(connection)
+            self._receiving.add(connection)
+        elif not client.num_open:
+            del self._by_network[connection.network]
         return is_accepted
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that is being closed. Idempotent."""
-        if self.open.get(connection.fileno()) is not connection:
+        if self._open.get(connection.fileno()) is not connection:
             return
 
-        del self.open[connection.fileno()]
-        self._forget(connection)
-        self.closing.discard(connection)
-        self._num_open[connection.network] -= 1
-        if not self._num_open[connection.network]:
-            del self._num_open[connection.network]
+        del self._open[connection.fileno()]
+        self.mark_active(connection)
+        self._receiving.discard(connection)
+        self._sending.discard(connection)
+        self._closing.discard(connection)
+        client = self._by_network[connection.network]
+        client.num_open -= 1
+        if not client.num_open:
+            del self._by_network[connection.network]
 
     def mark_idle(self, connection: Connection) -> None:
         """Mark a connection as idle.
 
         When limits are reached, all connections that have been idle longer are closed before it.
         """
-        self._idle[connection] = None
+        self._idle[connection] = self._by_network[connection.network].idle[connection] = None
 
     def mark_active(self, connection: Connection) -> None:
         """Mark a connection as having a request in progress."""
         self._idle.pop(connection, None)
+        self._by_network[connection.network].idle.pop(connection, None)
 
     def start_timeout(self, connection: Connection, within_s: float) -> None:
         """Give the client `within_s` seconds to send the next bytes."""
         connection.patience_s = within_s
-        self.receiving.add(connection)
+        self._receiving.add(connection)
+
+    def stop_timeout(self, connection: Connection) -> None:
+        """Stop the timeout of a connection: the server expects no bytes from the client."""
+        self._receiving.discard(connection)
+
+    def has_timeout(self, connection: Connection) -> bool:
+        """Return whether the server is waiting for bytes from the client."""
+        return connection in self._receiving
+
+    def start_write_timeout(self, connection: Connection, num_unread: int) -> None:
+        """Give the client time to read `num_unread` bytes of a response."""
+        connection.reading_patience_s, connection.num_unread = _MAX_UNREAD_S, num_unread
+        self._sending.add(connection)
+
+    def stop_write_timeout(self, connection: Connection) -> None:
+        """Stop the timeout: the client has read most of the response."""
+        self._sending.discard(connection)
 
     def close_late(self, elapsed_s: float) -> None:
         """Close the connections of clients that send or read too slowly.
@@ -220,12 +260,12 @@ class Connections:
         does not lose time while the process is suspended either.
         """
         late: list[Connection] = []
-        for connection in self.receiving:
+        for connection in self._receiving:
             if connection.protocol is None or not connection.protocol.is_reading_paused:
                 connection.patience_s -= elapsed_s
                 if connection.patience_s <= 0:
                     late.append(connection)
-        for connection in self.sending:
+        for connection in self._sending:
             # Each KiB that the client reads gives it another second, up to the limit.
             left = 0 if connection.protocol is None else connection.protocol.num_unread
             earned_s = max(connection.num_unread - left, 0) / _MIN_BODY_BYTES_PER_S
@@ -236,13 +276,15 @@ class Connections:
         for connection in late:
             self._end(connection)
 
-    def close_longest_idle(self, reason: str, network: str | None = None) -> bool:
-        """Close the connection that has been idle longest, of one network or of all.
+    def close_longest_idle(self) -> None:
+        """Close the connection that has been idle longest.
 
-        Returns False if no connection is idle.
+        Called when no file descriptor is left.
         """
-        idle = (connection for connection in self._idle if network in (None, connection.network))
-        longest_idle = next(idle, None)
+        self._close_longest_idle(self._idle, f"no file descriptor is left; {len(self._open)} connections are open")
+
+    def _close_longest_idle(self, idle: dict[Connection, None], reason: str) -> bool:
+        longest_idle = next(iter(idle), None)
         if longest_idle is None:
             self._warn(f"{reason}: refusing a new connection, because all have a request in progress")
             return False
@@ -251,14 +293,11 @@ class Connections:
         return True
 
     def _end(self, connection: Connection) -> None:
-        self._forget(connection)  # so that it is not chosen again before the loop closes it
-        self.closing.add(connection)
+        self.mark_active(connection)  # so that it is not chosen again before the loop closes it
+        self._receiving.discard(connection)
+        self._sending.discard(connection)
+        self._closing.add(connection)
         connection.end()
-
-    def _forget(self, connection: Connection) -> None:
-        self.mark_active(connection)
-        self.receiving.discard(connection)
-        self.sending.discard(connection)
 
 
 def compute_max_connections() -> int:
@@ -292,7 +331,7 @@ class Listener(socket.socket):
         A connection beyond the limits is accepted and closed at once, so that the client gets an
         error instead of waiting.
         """
-        while len(self._connections.closing) < _MAX_CLOSING:
+        while not self._connections.is_closing_many:
             try:
                 accepted, address = super().accept()
             except OSError as error:
@@ -319,8 +358,7 @@ class Listener(socket.socket):
         The connection would otherwise stay in the queue, and the event loop would call `accept` in
         a busy loop.
         """
-        num_open = len(self._connections.open)
-        self._connections.close_longest_idle(f"no file descriptor is left; {num_open} connections are open")
+        self._connections.close_longest_idle()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -336,7 +374,7 @@ class _HeadersRefused(Exception):
     """A request has too many headers, or too many requests are waiting on the connection."""
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(UvicornConnection):
     """uvicorn's HTTP connection with limits on the size of headers and on slow clients."""
 
     def __init__(self, *arguments: Any, connections: Connections, **named: Any) -> None:
@@ -348,32 +386,25 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether the last `feed_data` completed a head, a piece of a body, or a message."""
         self._is_in_body = False
 
-    @property
-    def is_reading_paused(self) -> bool:
-        """Whether reading is paused until the application has consumed earlier parts of the body."""
-        return self.flow.read_paused
-
-    @property
-    def num_unread(self) -> int:
-        """Number of bytes that were sent and are still in the buffer of this process."""
-        return self.transport.get_write_buffer_size()
-
     def connection_made(self, transport: Any) -> None:
         """Look up the `Connection` that belongs to a new transport."""
         super().connection_made(transport)
-        self._connection = self._connections.open[transport.get_extra_info("socket").fileno()]
+        self._connection = self._connections.get(transport.get_extra_info("socket").fileno())
         self._connection.protocol = self
 
     def pause_writing(self) -> None:
         """Start the timeout for a client that does not read."""
         super().pause_writing()
-        self._connection.reading_patience_s, self._connection.num_unread = _MAX_UNREAD_S, self.num_unread
-        self._connections.sending.add(self._connection)
+        self._connections.start_write_timeout(self._connection, self.num_unread)
 
     def resume_writing(self) -> None:
         """Stop the timeout, because the client has read most of the response."""
         super().resume_writing()
-        self._connections.sending.discard(self._connection)
+        self._connections.stop_write_timeout(self._connection)
+
+    def _is_open(self) -> bool:
+        """Return whether the client is connected and no error response was sent."""
+        return self.open_parser is not None and not self.is_closing()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and answer a malformed or too large head with an error.
@@ -381,18 +412,16 @@ class HttpProtocol(HttpToolsProtocol):
         uvicorn alone would log a warning for each malformed request, and would accept a head of any
         size.
         """
-        self._unset_keepalive_if_required()
-        if self._connection not in self._connections.receiving:
+        self.stop_keep_alive()
+        if not self._connections.has_timeout(self._connection):
             self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
 
-        # Until the client has disconnected, or an error response was sent.
-        while data and self.parser is not None and not self.transport.is_closing():
+        while data and self._is_open():
             # Parse at most as many bytes as the head may still have.
-            limit = _MAX_HEAD_BYTES - self._num_head_bytes
-            piece, data = data[:limit], data[limit:]
+            piece, data = self._split(data)
             self._has_progressed = False
             try:
-                self.parser.feed_data(piece)
+                self.open_parser.feed_data(piece)
             except httptools.HttpParserUpgrade:  # not supported: the request is served as HTTP/1.1
                 pass
             except httptools.HttpParserError as error:
@@ -409,18 +438,22 @@ class HttpProtocol(HttpToolsProtocol):
                     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"headers of more than {_MAX_HEAD_BYTES} bytes"
                 )
 
+    def _split(self, data: bytes) -> tuple[bytes, bytes]:
+        """Split `data` after the last byte that still fits into the head limit."""
+        limit = _MAX_HEAD_BYTES - self._num_head_bytes
+        return (data, b"") if len(data) <= limit else (data[:limit], data[limit:])
+
     def _refuse(self, status: HTTPStatus, detail: str) -> None:
         """Send an error response and close the connection."""
         content = b'{"detail":"%s"}' % detail.encode()
-        self.transport.write(
+        self.send_and_close(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, status.phrase.encode(), len(content), content)
         )
-        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Start the timeout for the head of a request."""
-        if self._connection not in self._connections.receiving:
+        if not self._connections.has_timeout(self._connection):
             self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
         self._is_in_body = False
         super().on_message_begin()
@@ -429,13 +462,13 @@ class HttpProtocol(HttpToolsProtocol):
         """Add a header. Trailers are discarded: the server has already checked the headers."""
         if self._is_in_body:
             return
-        if len(self.headers) >= _MAX_HEADERS:
+        if len(self.current_headers) >= _MAX_HEADERS:
             raise _HeadersRefused(f"more than {_MAX_HEADERS} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request, and the timeout for its body."""
-        if len(self.pipeline) >= _MAX_PIPELINED:
+        if len(self.waiting_requests) >= _MAX_PIPELINED:
             raise _HeadersRefused(f"more than {_MAX_PIPELINED} pipelined requests are waiting on this connection")
         self._has_progressed = self._is_in_body = True
         self._connections.start_timeout(self._connection, self._connections.body_timeout_s)
@@ -455,17 +488,13 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Stop the timeout until the next request begins."""
         self._has_progressed = True
-        self._connections.receiving.discard(self._connection)
+        self._connections.stop_timeout(self._connection)
         super().on_message_complete()
-        if self.cycle.response_complete:  # the response was sent before the body had arrived completely
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+        if self.is_response_complete:  # the response was sent before the body had arrived completely
+            self.start_keep_alive()
 
     def on_response_complete(self) -> None:
         """Start the next request on the connection. If there is none, the connection is idle."""
         super().on_response_complete()
-        is_open = self.parser is not None and not self.transport.is_closing()
-        if is_open and self.cycle.response_complete:
+        if self._is_open() and self.is_response_complete:
             self._connections.mark_idle(self._connection)

@@ -1,6 +1,6 @@
-"""The parts of uvicorn that the server depends on exist, and only `HttpProtocol` names them.
+"""The parts of uvicorn that the server depends on exist, and only the adapter names them.
 
-A failure after an update of uvicorn names the attribute that `HttpProtocol` must do without.
+A failure after an update of uvicorn names the attribute that `skyrl_tx/server/http/uvicorn_adapter.py` must do without.
 """
 
 import ast
@@ -13,8 +13,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from skyrl_tx.server.http import connections
+from skyrl_tx.server.http import uvicorn_adapter
 from skyrl_tx.server.http.connections import HttpProtocol
+from skyrl_tx.server.http.uvicorn_adapter import UvicornConnection
 
 USED_NAMES: Mapping[str, tuple[str, ...]] = {
     "HttpToolsProtocol": (
@@ -33,7 +34,7 @@ USED_NAMES: Mapping[str, tuple[str, ...]] = {
     "FlowControl": ("read_paused",),
     "RequestResponseCycle": ("response_complete",),
 }
-"""The attributes of uvicorn's classes that `HttpProtocol` uses."""
+"""The attributes of uvicorn's classes that the adapter uses."""
 OVERRIDDEN_NAMES = (
     "connection_made",
     "data_received",
@@ -48,16 +49,8 @@ OVERRIDDEN_NAMES = (
 )
 """The methods of `HttpToolsProtocol` that `HttpProtocol` extends, so uvicorn must call them."""
 
-OUR_NAMES = {
-    *vars(HttpProtocol),
-    *("_connection", "_connections", "_has_progressed", "_is_in_body", "_num_head_bytes"),
-}
-"""The attributes that `HttpProtocol` adds."""
-SERVER = Path(connections.__file__).parents[1]
-CONNECTIONS = ast.parse(Path(connections.__file__).read_text())
-PROTOCOL = next(
-    node for node in CONNECTIONS.body if isinstance(node, ast.ClassDef) and node.name == HttpProtocol.__name__
-)
+SERVER = Path(uvicorn_adapter.__file__).parents[1]
+ADAPTER = ast.parse(Path(uvicorn_adapter.__file__).read_text())
 
 
 class Transport(asyncio.Transport):
@@ -81,7 +74,7 @@ async def _never_respond(_scope: object, _receive: object, _send: object) -> Non
 
 @pytest.fixture(scope="module")
 def objects() -> Mapping[str, object]:
-    """Instances of the uvicorn classes that `HttpProtocol` uses, captured while a request is handled."""
+    """Instances of the uvicorn classes that the adapter uses, captured while a request is handled."""
 
     async def start_request() -> Mapping[str, object]:
         protocol = HttpToolsProtocol(
@@ -115,15 +108,16 @@ def test_a_missing_attribute_is_named() -> None:
 
 
 def test_every_attribute_of_uvicorn_is_listed() -> None:
-    used: set[str] = set()
-    for node in ast.walk(PROTOCOL):
-        if isinstance(node, ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
-            if first == "self" and (rest[0] not in OUR_NAMES):
-                used.update(rest)
+    used = {node.attr for node in ast.walk(ADAPTER) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(ADAPTER):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "attrgetter":
+            used |= {
+                part for path in node.args if isinstance(path, ast.Constant) for part in str(path.value).split(".")
+            }
+    ours = set(vars(UvicornConnection))
     # attributes of asyncio and httptools
-    public = {"call_later", "close", "feed_data", "get_write_buffer_size", "is_closing", "write"}
-    assert used - public == {name for names in USED_NAMES.values() for name in names}
+    public = {"append", "call_later", "close", "feed_data", "get_write_buffer_size", "is_closing", "write"}
+    assert used - ours - public == {name for names in USED_NAMES.values() for name in names}
 
 
 def test_every_extended_method_is_listed() -> None:
@@ -134,12 +128,11 @@ def test_every_extended_method_is_listed() -> None:
 
 @pytest.mark.parametrize("path", sorted(SERVER.rglob("*.py")), ids=lambda path: path.relative_to(SERVER).as_posix())
 def test_no_other_module_uses_private_parts(path: Path) -> None:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    imports_protocol = any(node.module and node.module.startswith("uvicorn.protocols") for node in nodes)
-    assert imports_protocol == (path == Path(connections.__file__))
-
-
-def test_nothing_else_beside_the_protocol_uses_private_parts() -> None:
-    names = {name for names in USED_NAMES.values() for name in names}
-    others = [node for node in CONNECTIONS.body if node is not PROTOCOL]
-    assert not {node.attr for part in others for node in ast.walk(part) if isinstance(node, ast.Attribute)} & names
+    if path.name == "uvicorn_adapter.py":
+        return
+    tree = ast.parse(path.read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name for name in imported if name and name.startswith("uvicorn.protocols")}
+    if path.name == "connections.py":
+        names = {name for names in USED_NAMES.values() for name in names}
+        assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & names
