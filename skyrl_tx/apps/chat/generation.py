@@ -395,6 +395,7 @@ async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tupl
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((number, delta))
+                    await asyncio.sleep(0)  # many deltas may be there already, and other calls need the event loop too
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

@@ -226,19 +226,24 @@ class GrammarWriter:
         self._rules[name] = rule
         return name
 
-    def write(self, text: str, values: Mapping[str, str] | None = None) -> str:
-        """Return an expression for a text. `values` are the expressions for its placeholders.
+    def write(self, text: str, texts: Mapping[str, str] | None = None, rules: Mapping[str, str] | None = None) -> str:
+        """Return an expression for a text. `texts` and `rules` are texts and expressions for its placeholders.
 
         A mark in the text is written as its token if it is a single token, else as text.
         """
         written: list[str] = []
+        literal = ""  # in one piece up to the next expression, because the longest match of a piece alone is taken
         for piece in _PIECE.split(text):
             token = self._find_token(piece) if _MARK.fullmatch(piece) else None
-            if token is not None:
-                written.append(f"<[{token}]>")
-            elif piece:
-                written.append((values or {}).get(piece, write_text(piece)))
-        return " ".join(filter(None, written))
+            expression = (rules or {}).get(piece) if token is None else f"<[{token}]>"
+            if expression is None:
+                literal += (texts or {}).get(piece, piece)
+            elif expression:
+                written += [write_text(literal), expression] if literal else [expression]
+                literal = ""
+        if literal:
+            written.append(write_text(literal))
+        return " ".join(written)
 
     def text_until(self, end: str, after: str = "") -> str:
         """Return an expression for any text that ends with the text `end`, which may have a mark, and then `after`."""
@@ -291,13 +296,13 @@ def write_calls(writer: GrammarWriter, form: str, tools: Sequence[Tool], templat
 
 
 def _write_call(writer: GrammarWriter, form: CallFormat, name: str, schema: Schema, field: str) -> str:
-    values = {"NAME": write_text(name), "INDEX": "/[0-9]{1,3}/"}
+    rules = {"INDEX": "/[0-9]{1,3}/"}
     if "ARGUMENTS" in form.call:
-        values["ARGUMENTS"] = write_json_rule(schema)
+        rules["ARGUMENTS"] = write_json_rule(schema)
     else:
         write_parameters = _write_parameters if form.parameter_start else _write_keywords
-        values["PARAMETERS"] = write_parameters(writer, form, schema, field)
-    return writer.write(form.call, values)
+        rules["PARAMETERS"] = write_parameters(writer, form, schema, field)
+    return writer.write(form.call, {"NAME": name}, rules)
 
 
 def _write_keywords(writer: GrammarWriter, form: CallFormat, schema: Schema, field: str) -> str:
@@ -320,7 +325,7 @@ def _write_parameters(writer: GrammarWriter, form: CallFormat, schema: Schema, f
     rules: list[str] = []
     for key, parameter, is_required, where in _list_parameters(schema, field):
         is_text = "true" if _is_text(parameter) else "false"
-        start = writer.write(form.parameter_start, {"KEY": write_text(key), "IS_TEXT": write_text(is_text)})
+        start = writer.write(form.parameter_start, {"KEY": key, "IS_TEXT": is_text})
         rule = writer.add(f"{start} {_write_value(writer, parameter, shared, where, field, form.parameter_end)}")
         rules.append(rule if is_required else f"{rule}?")
     return " ".join(rules)

@@ -69,14 +69,17 @@ class ModelText:
         self._loading = threading.Lock()
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
+        self._hidden: dict[frozenset[str], frozenset[int]] = {}
 
     @property
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer. Raises UserError if the model has none."""
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load()
-            return self._tokenizer
+        # The event loop decodes streams and must not wait while a template is loaded, so without the lock first
+        if self._tokenizer is None:
+            with self._loading:
+                if self._tokenizer is None:
+                    self._tokenizer = self._load()
+        return self._tokenizer
 
     def _load(self) -> "Tokenizer":
         tokenizer = self._files.load_tokenizer()
@@ -108,10 +111,11 @@ class ModelText:
     @property
     def template(self) -> ChatTemplate:
         """The chat template. Raises UserError if there is none, and ServerError if it cannot be read."""
-        with self._loading:
-            if self._template is None:
-                self._template = self._files.load_template(self._settings.chat_template)
-            return self._template
+        if self._template is None:
+            with self._loading:
+                if self._template is None:
+                    self._template = self._files.load_template(self._settings.chat_template)
+        return self._template
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Encode a text.
@@ -168,8 +172,14 @@ class ModelText:
         return self._files.response_template
 
     def find_hidden_tokens(self, delimiters: Collection[str] = ()) -> frozenset[int]:
-        """Return the special tokens that are left out of a text: all that are no delimiters."""
-        return frozenset(token for text, token in self.special_tokens.items() if text not in delimiters)
+        """Return the special tokens that are left out of a text: all that are no delimiters.
+
+        All requests of a format share one set, because a model may have thousands of special tokens.
+        """
+        kept = frozenset(delimiters)
+        if kept not in self._hidden:
+            self._hidden[kept] = frozenset(token for text, token in self.special_tokens.items() if text not in kept)
+        return self._hidden[kept]
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

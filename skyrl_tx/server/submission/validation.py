@@ -10,8 +10,8 @@ the memory that parsing takes.
 import logging
 import math
 import re
-import reprlib
 import secrets
+from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
@@ -32,10 +32,6 @@ _MAX_REMEMBERED = 1000
 _PIECE = 2**20
 _MAX_NAME_CHARS = 100
 _NUMBERS = frozenset({int, float})
-_REPR = reprlib.Repr()
-"""Formats only the beginning of a value, because the rest of a large value would take long."""
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 35, 35
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 250
 _REFUSED_TEXT = re.compile("[\x00\ud800-\udfff]")
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
 """How many half parts each byte counts as.
@@ -165,9 +161,44 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 
 def quote_value(value: object) -> str:
     """Quote a value for an error message, with at most 100 characters."""
-    # Names of tensors are quoted many times per request, and `repr` is much faster than `_REPR`.
-    text = repr(value[:101]) if isinstance(value, str) else _REPR.repr(value)
+    if isinstance(value, str):  # names of tensors are quoted many times per request
+        text = repr(value[:101])
+    else:
+        text = ""
+        for piece in _iterate_repr(value):
+            text += piece
+            if len(text) > 100:
+                break
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _iterate_repr(value: object) -> Iterator[str]:
+    """Yield the text of `repr` in pieces.
+
+    A caller who only needs the beginning of a large value does not have to wait for the rest.
+    """
+    match value:
+        case str():
+            yield repr(value[:101])
+
+        case list():
+            yield "["
+            for index, part in enumerate(cast(list[object], value)):
+                yield ", " if index else ""
+                yield from _iterate_repr(part)
+            yield "]"
+
+        case dict():
+            yield "{"
+            for index, (name, part) in enumerate(cast(dict[object, object], value).items()):
+                yield ", " if index else ""
+                yield from _iterate_repr(name)
+                yield ": "
+                yield from _iterate_repr(part)
+            yield "}"
+
+        case _:
+            yield repr(value)
 
 
 def is_storable(text: str) -> bool:

@@ -129,6 +129,14 @@ def test_the_grammar_allows_what_the_parser_reads(name: str) -> None:
     assert (call.name, json.loads(call.arguments)) == ("find", FIND)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_name_may_be_the_beginning_of_another(name: str) -> None:
+    call, template = CALLS[name]
+    tools = [{"type": "function", "function": TOOLS[0]["function"] | {"name": tool}} for tool in ("find", "find:all")]
+    grammar = write(name.split()[0], template, tools)
+    assert accepts(grammar, call) and accepts(grammar, call.replace("find", "find:all"))
+
+
 @pytest.mark.parametrize("form", ["deepseek_v32", "llama4"])
 def test_optional_parameters_and_values_of_all_types(form: str) -> None:
     """The reader gets the values that the grammar allows, with any of the optional parameters left out."""

@@ -54,6 +54,14 @@ def test_pieces_join_to_the_whole_text(slices: list[list[int]], skip_special: bo
     assert text == decode([token for part in slices for token in part], skip_special=skip_special)
 
 
+def test_text_is_decoded_while_a_template_is_loaded(tmp_path: Path) -> None:
+    """The event loop decodes streams, so it must not wait for a file or for the network."""
+    text = ModelText(ApiSettings(data_dir=tmp_path, base_model=str(PACKAGED)))
+    tokens = text.encode("Hello", add_special=False)
+    with text._loading:
+        assert text.decode(tokens) == "Hello"
+
+
 @given(text=st.text(max_size=40), size=st.integers(1, 4))
 def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
     tokens = tokenizer().encode(text, add_special_tokens=False).ids

@@ -98,7 +98,11 @@ def test_json_numbers_are_not_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [[], {}, "", [1, "a", {"b": [None, 2.5]}], "x" * 98, "x" * 200, list(range(1000)), {"k": {"a": "b" * 300}}]
+    "value",
+    [
+        *([], {}, "", [1, "a", {"b": [None, 2.5]}], {"b": 1, "a": 2}, [[[[["deep"]]]]]),
+        *("x" * 98, "x" * 200, list(range(1000)), {"k": {"a": "b" * 300}}),
+    ],
 )
 def test_values_are_quoted_as_repr_does(value: object) -> None:
     text = repr(value)
@@ -111,3 +115,4 @@ def test_long_values_are_not_formatted_beyond_what_is_quoted() -> None:
             raise AssertionError("not asked for")
 
     assert quote_value([[0] * 50, *[Loud()] * 1000]).endswith("…")
+    assert quote_value({"a": [0] * 50, "b": Loud()}).endswith("…")
