@@ -1,4 +1,4 @@
-"""Light modules do not import heavy libraries."""
+"""Light modules do not import heavy libraries, and the help of a command needs no package of an extra."""
 
 import json
 import subprocess
@@ -30,3 +30,24 @@ print(json.dumps(loaded))
 def test_import_loads_no_device_library() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {module: [] for module in LIGHT}
+
+
+OF_EXTRAS = ("httpx", "matplotlib", "obstore", "psycopg", "pytest", "ray", "tinker", "torch")
+HELP = f"""
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys({OF_EXTRAS}))
+from skyrl_tx.tools.cli import COMMANDS, main
+helps = {{}}
+for name in COMMANDS:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    helps[name] = output.getvalue()[:6]
+print(json.dumps(helps))
+"""
+
+
+def test_the_help_of_each_command_needs_no_package_of_an_extra() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    helps = json.loads(done.stdout)
+    assert "export" in helps and set(helps.values()) == {"usage:"}

@@ -53,7 +53,7 @@ def show_overview(visit: Visit) -> Page:
     return Page("overview.jinja", {**values, "engine": engine, "model": visit.context.settings.public_model_name})
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def read_overview(store: Store, owner: str | None, now: int) -> Mapping[str, Any]:
     """Return the values for the page.
 

@@ -397,10 +397,12 @@ class RunCurves:
         def read_page(tx: Session) -> list[Point]:
             return points.read_points(tx, self._model_id, after, _PAGE_SIZE)
 
-        while page := self._store.read(read_page):
+        while True:
+            page = self._store.read(read_page)
             found += page
+            if len(page) < _PAGE_SIZE:
+                return found
             after = page[-1].position
-        return found
 
     def _merge(self, first: int) -> None:
         """Combine the steps from number `first` on with the sums over their samples.

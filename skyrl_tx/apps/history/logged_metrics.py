@@ -284,6 +284,9 @@ def read_points(
 
     Returns fewer than `limit` points if their values exceed `max_bytes`, but at least one point.
     """
+    if not logged_run_ids:
+        return []
+
     # Find the last point that fits, without reading the values
     position, is_wanted = col(LoggedPointRow.position), col(LoggedPointRow.logged_run_id).in_(logged_run_ids)
     sizes = select(position, func.length(sql_cast(col(LoggedPointRow.values), Text)))

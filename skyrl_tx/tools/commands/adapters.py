@@ -20,7 +20,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from safetensors import SafetensorError, safe_open
 from sqlmodel import Session
 
@@ -44,6 +43,8 @@ from skyrl_tx.store.tables import CheckpointRow
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 
 if TYPE_CHECKING:
+    import httpx
+
     from skyrl_tx.weights.peft import AdapterFiles
 
 
@@ -270,6 +271,8 @@ def _open_source(source: str) -> Generator[Path]:
     if not source.startswith(("http://", "https://")):
         yield Path(source).expanduser().absolute()
         return
+    import httpx  # imported here because only extras install it
+
     with tempfile.TemporaryDirectory(prefix="skyrl_tx-") as directory:
         for name in _FILES:
             url = f"{source.rstrip('/')}/{name}"
@@ -289,6 +292,8 @@ def _upload(directory: Path, server: str, base_model: str | None) -> str:
 
     Without `base_model`, the adapter is for the first model that the server lists.
     """
+    import httpx  # imported here because only extras install it
+
     from skyrl_tx.weights.peft import read_config  # imported here because it imports JAX
 
     lora = {"rank": read_config(directory)["r"], **_find_groups(directory / WEIGHTS_FILE)}
@@ -321,8 +326,10 @@ def _find_groups(weights: Path) -> dict[str, bool]:
     return {"train_attn": bool(set(names) - mlp - unembed), "train_mlp": bool(mlp), "train_unembed": bool(unembed)}
 
 
-def _call(client: httpx.Client, method: str, url: str, **arguments: Any) -> dict[str, Any]:
+def _call(client: "httpx.Client", method: str, url: str, **arguments: Any) -> dict[str, Any]:
     """Make a call, and return the JSON object of the response. Raises CommandError with the server's reason."""
+    import httpx  # imported here because only extras install it
+
     try:
         response = client.request(method, url, **arguments)
         content: dict[str, Any] = response.json() if response.content else {}
