@@ -86,7 +86,7 @@ def test_a_start_with_a_wrong_clock_waits_too(monkeypatch, last_active_at: float
 
 def test_housekeeping_removes_nothing_while_the_clock_may_be_wrong() -> None:
     uptime = SimpleNamespace(has_steady_clock=lambda: False)
-    keeper = Housekeeping(context=None, artifacts=None, sampling=None, api_uptime=uptime)
+    keeper = Housekeeping(context=None, artifacts=None, sampling=None, retention=None, api_uptime=uptime)
     keeper.expire(1e12)
     keeper.collect_garbage(0, 1e12)
     assert keeper.prune(1e12) is False

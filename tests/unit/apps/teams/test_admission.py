@@ -140,7 +140,7 @@ def test_what_runs_counts_once_when_usage_is_read_again(world: World) -> None:
 
 
 def test_what_other_engines_add_counts_after_five_seconds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "is_shared", True)
+    monkeypatch.setattr(world.store, "is_shared", True)
     put(world.store, "ann", "training_tokens_per_day", PASS_TOKENS)
     world.admission.refresh()
     work = Work(kind="training", tokens=PASS_TOKENS)
