@@ -359,6 +359,3 @@ class DispatchedSlice:
             if topk is not None and (k := sample.request.options.sample_topk):
                 sample_topk = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())
             yield sample, start, tokens_N, logprobs_N, is_stopped, sample_topk
-
-
-log = logging.getLogger(__name__)
