@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -22,7 +22,7 @@ from skyrl_tx import __version__
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.errors import Refusal
 from skyrl_tx.server.http.long_poll import ResultWatcher
-from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.server.http.request_guard import HttpGroups
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import StoreError, engine_state, totals
 from skyrl_tx.store.database import Store
@@ -36,32 +36,6 @@ _AUTH_REASONS = "missing_key", "wrong_key", "ended_key", "throttled", "scope"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 45.0)
 _WAKEUPS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
-
-_PATHS: Mapping[str, tuple[str, ...]] = {
-    "poll": ("retrieve_future", "retrieve_futures"),
-    "train": ("forward", "forward_backward", "optim_step"),
-    "sample": ("asample", "create_sampling_session", "join_sampling_session", "cancel_future"),
-    "weights": ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "copy_weights"),
-    "session": (
-        "create_session",
-        "session_heartbeat",
-        "create_model",
-        "unload_model",
-        "auth/token",
-        "telemetry",
-        "create_custom_loss",
-    ),
-}
-"""The paths of each group of routes, without the prefix of the API."""
-_FIRST_PARTS: Mapping[str, str] = {
-    "api": "manage",
-    "metrics": "metrics",
-    **dict.fromkeys(("oai", "v1", "anthropic"), "chat"),
-}
-"""The groups of other paths by their first part.
-
-All remaining paths, such as pages and unknown paths, belong to the group `other`.
-"""
 
 _RATES: Mapping[str, str] = {
     "training_tokens": "training_tokens_per_s",
@@ -80,33 +54,6 @@ _BACKEND_RATES = (
 """Totals of a backend, the names of their rates, and the largest value of each rate."""
 _GROUPS = "totals", "device_seconds", "queues", "places", "backend"
 """The groups of metrics that an engine publishes."""
-
-
-class HttpGroup:
-    """The metrics of one group of routes."""
-
-    def __init__(self, name: str, requests: Counter, seconds: Histogram) -> None:
-        # Look up the labels only once, because the look-up takes longer than counting.
-        self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
-        self.get_counter = cache(partial(requests.labels, name))
-
-
-class HttpGroups:
-    """Maps each path to its group.
-
-    Paths are not used as labels, because clients can make up any number.
-    """
-
-    def __init__(self, requests: Counter, seconds: Histogram) -> None:
-        names = dict.fromkeys([*_PATHS, *_FIRST_PARTS.values(), "other"])
-        groups = {name: HttpGroup(name, requests, seconds) for name in names}
-        self._by_path = {f"{API_PREFIX}/{path}": groups[name] for name, paths in _PATHS.items() for path in paths}
-        self._by_first_part = {part: groups[name] for part, name in _FIRST_PARTS.items()}
-        self._other = groups["other"]
-
-    def find(self, path: str) -> HttpGroup:
-        """Return the group of a path."""
-        return self._by_path.get(path) or self._by_first_part.get(path[1:].partition("/")[0], self._other)
 
 
 class ApiMetrics:

@@ -10,13 +10,14 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cache, lru_cache, partial
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from fastapi.concurrency import run_in_threadpool
+from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,10 +26,34 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.connections import ThrottledWarning, normalize_address
 from skyrl_tx.server.identity.scopes import API_PREFIX
-from skyrl_tx.server.monitoring import HttpGroups
 from skyrl_tx.server.settings import ApiSettings
 
 _log = logging.getLogger(__name__)
+_PATHS: Mapping[str, tuple[str, ...]] = {
+    "poll": ("retrieve_future", "retrieve_futures"),
+    "train": ("forward", "forward_backward", "optim_step"),
+    "sample": ("asample", "create_sampling_session", "join_sampling_session", "cancel_future"),
+    "weights": ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "copy_weights"),
+    "session": (
+        "create_session",
+        "session_heartbeat",
+        "create_model",
+        "unload_model",
+        "auth/token",
+        "telemetry",
+        "create_custom_loss",
+    ),
+}
+"""The paths of each group of routes, without the prefix of the API."""
+_FIRST_PARTS: Mapping[str, str] = {
+    "api": "manage",
+    "metrics": "metrics",
+    **dict.fromkeys(("oai", "v1", "anthropic"), "chat"),
+}
+"""The groups of other paths by their first part.
+
+All remaining paths, such as pages and unknown paths, belong to the group `other`.
+"""
 
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
@@ -94,6 +119,33 @@ class KnownHosts:
         except ValueError:
             return not host  # sent by HTTP/1.0 clients, never by a browser
         return True
+
+
+class HttpGroup:
+    """The metrics of one group of routes."""
+
+    def __init__(self, name: str, requests: Counter, seconds: Histogram) -> None:
+        # Look up the labels only once, because the look-up takes longer than counting.
+        self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
+        self.get_counter = cache(partial(requests.labels, name))
+
+
+class HttpGroups:
+    """Maps each path to its group.
+
+    Paths are not used as labels, because clients can make up any number.
+    """
+
+    def __init__(self, requests: Counter, seconds: Histogram) -> None:
+        names = dict.fromkeys([*_PATHS, *_FIRST_PARTS.values(), "other"])
+        groups = {name: HttpGroup(name, requests, seconds) for name in names}
+        self._by_path = {f"{API_PREFIX}/{path}": groups[name] for name, paths in _PATHS.items() for path in paths}
+        self._by_first_part = {part: groups[name] for part, name in _FIRST_PARTS.items()}
+        self._other = groups["other"]
+
+    def find(self, path: str) -> HttpGroup:
+        """Return the group of a path."""
+        return self._by_path.get(path) or self._by_first_part.get(path[1:].partition("/")[0], self._other)
 
 
 class RequestGuard:
