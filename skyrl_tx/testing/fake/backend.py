@@ -108,7 +108,7 @@ class FakeBackend(AbstractBackend):
     @override
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         self._compute()
-        self._put(model_id, State.untrained(fresh_adapter(spec.lora, self._config.vocab_size)))
+        self._put(model_id, State.make_untrained(fresh_adapter(spec.lora, self._config.vocab_size)))
 
     @override
     def delete_model(self, model_id: ModelId) -> None:
@@ -122,7 +122,7 @@ class FakeBackend(AbstractBackend):
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         self._compute(self._config.step_delay_s)
         with np.errstate(all="ignore"):  # no warnings for a model that has diverged
-            state, norm = self._models[model_id].stepped(params)
+            state, norm = self._models[model_id].take_step(params)
         self._models[model_id] = state
         return {
             "unclipped_grad_l2:mean": norm,
@@ -190,7 +190,7 @@ class FakeBackend(AbstractBackend):
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         assert isinstance(source, FakeSnapshot)
         self._compute()
-        self._put(model_id, source.merged(spec, parts))
+        self._put(model_id, source.restore(spec, parts))
 
     @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:

@@ -120,12 +120,12 @@ class State:
     gradient: Pair | None = None
 
     @classmethod
-    def untrained(cls, weights: Pair) -> "State":
+    def make_untrained(cls, weights: Pair) -> "State":
         """Return a state with these weights, a fresh optimizer and no gradient."""
         zeros = Pair.zeros_like(weights)
         return cls(weights=weights, moments=Moments(first=zeros, second=zeros, step=0))
 
-    def stepped(self, params: OptimizerParams) -> tuple["State", float]:
+    def take_step(self, params: OptimizerParams) -> tuple["State", float]:
         """Take one AdamW step as torch does. Returns the new state and the norm before clipping."""
         gradient = self.gradient or Pair.zeros_like(self.weights)
         norm = gradient.norm
@@ -178,7 +178,7 @@ class FakeSnapshot(Snapshot):
                 raise UserError(
                     f"weights are of a vocabulary of {weights.a_RV.shape[1]} tokens; the base model has {vocab_size}"
                 )
-            state = State.untrained(weights)
+            state = State.make_untrained(weights)
 
             # Read the optimizer and the gradient if the snapshot has them.
             if StatePart.OPTIMIZER in parts:
@@ -194,7 +194,7 @@ class FakeSnapshot(Snapshot):
             raise UserError(f"weights cannot be read: {error}") from error
         return cls(state, parts)
 
-    def merged(self, spec: ModelSpec, parts: Collection[StatePart]) -> State:
+    def restore(self, spec: ModelSpec, parts: Collection[StatePart]) -> State:
         """Return the state of a model restored from `parts`.
 
         Raises UserError if a part is missing.
@@ -206,8 +206,8 @@ class FakeSnapshot(Snapshot):
         if rank != spec.lora.rank:
             raise UserError(f"the checkpoint is of rank {rank}, the model of rank {spec.lora.rank}")
         if StatePart.WEIGHTS not in parts:
-            return State.untrained(fresh_adapter(spec.lora, self.state.weights.a_RV.shape[1]))
-        state = State.untrained(self.state.weights)
+            return State.make_untrained(fresh_adapter(spec.lora, self.state.weights.a_RV.shape[1]))
+        state = State.make_untrained(self.state.weights)
         if StatePart.OPTIMIZER in parts:
             state = replace(state, moments=self.state.moments)
         return replace(state, gradient=self.state.gradient if StatePart.GRADIENT in parts else None)
